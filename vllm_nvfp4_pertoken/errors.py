@@ -1,0 +1,31 @@
+"""Errors that say what was found, where, what is accepted, and the way out."""
+
+__all__ = ["CheckpointError", "PerTokenError", "UnsupportedError"]
+
+
+class PerTokenError(ValueError):
+    """Something keeps the engine from running per-token NVFP4, so it must not start.
+
+    A ``ValueError``, because that is what vLLM's own configuration checks raise and report.
+
+    Args:
+        found: what was found, and where.
+        expected: what would be accepted.
+        way_out: what the user can do about it.
+    """
+
+    def __init__(self, found: str, *, expected: str = "", way_out: str = "") -> None:
+        parts = [found.rstrip(".") + "."]
+        if expected:
+            parts.append(f"Expected: {expected.rstrip('.')}.")
+        if way_out:
+            parts.append(f"Way out: {way_out.rstrip('.')}.")
+        super().__init__(" ".join(parts))
+
+
+class CheckpointError(PerTokenError):
+    """Files that are broken, incomplete, or not in a format that can run per-token."""
+
+
+class UnsupportedError(PerTokenError):
+    """A valid request that no per-token backend on this machine can serve."""
