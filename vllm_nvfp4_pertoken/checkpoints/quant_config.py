@@ -1,0 +1,155 @@
+"""Read the quantization section of a checkpoint: which algorithm, on which modules.
+
+ModelOpt writes it twice, and not always both: as ``quantization_config`` in ``config.json``
+(since 0.31) and, wrapped in ``{"quantization": …}``, in ``hf_quant_config.json`` (always).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_nvfp4_pertoken.errors import CheckpointError
+from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
+
+__all__ = ["QuantDescription", "describes_modelopt", "parse_quant_config"]
+
+_STATIC_ALTERNATIVE = (
+    "serve it without --quantization nvfp4_per_token (vLLM then uses what the checkpoint names), "
+    "or export it again as NVFP4"
+)
+
+
+@dataclass(frozen=True)
+class QuantDescription:
+    """What a ModelOpt quantization section says, in one dialect.
+
+    Attributes:
+        quant_algo: ``"NVFP4"`` (the only algorithm accepted today).
+        group_size: values per block scale; always 16.
+        kv_cache_quant_algo: ``"FP8"``, ``"NVFP4"`` or None.
+        exclude_modules: module names and wildcards that stay unquantized.
+    """
+
+    quant_algo: str
+    group_size: int
+    kv_cache_quant_algo: str | None
+    exclude_modules: tuple[str, ...]
+
+
+def describes_modelopt(config: Mapping[str, Any]) -> bool:
+    """Whether a quantization section was written by ModelOpt.
+
+    ``quant_method`` is the plain answer where it is there; exports from 0.31 to 0.34 lack it, and
+    the legacy file never had it, so ``producer`` and the shape of the section count as well.
+    """
+    method = str(config.get("quant_method") or "").lower()
+    if method:
+        return method.startswith("modelopt")
+    producer = config.get("producer")
+    if isinstance(producer, Mapping) and producer.get("name") == "modelopt":
+        return True
+    section = config.get("quantization", config)
+    return isinstance(section, Mapping) and "quant_algo" in section
+
+
+def parse_quant_config(config: Mapping[str, Any], *, source: str) -> QuantDescription:
+    """Turn a quantization section into a :class:`QuantDescription`.
+
+    Args:
+        config: the ``quantization_config`` of ``config.json``, or the whole
+            ``hf_quant_config.json``.
+        source: where it came from, for error messages.
+
+    Raises:
+        CheckpointError: for another quantization method or algorithm, another group size, or a
+            section of the wrong shape.
+    """
+    if not describes_modelopt(config):
+        method = config.get("quant_method")
+        raise CheckpointError(
+            f"{source} has quant_method {method!r}, which is not a ModelOpt checkpoint",
+            expected='a ModelOpt NVFP4 checkpoint (quant_method "modelopt", quant_algo "NVFP4")',
+            way_out=_STATIC_ALTERNATIVE,
+        )
+    section = config.get("quantization", config)
+    if not isinstance(section, Mapping):
+        raise CheckpointError(
+            f"{source}: 'quantization' is {type(section).__name__}",
+            expected="an object with the key 'quant_algo'",
+            way_out="export the checkpoint again, or repair the file",
+        )
+    algo = _algorithm(section, source)
+    group_size = _group_size(section, source)
+    exclude = section.get("exclude_modules", section.get("ignore")) or []
+    if not isinstance(exclude, list) or not all(isinstance(name, str) for name in exclude):
+        raise CheckpointError(
+            f"{source}: the list of excluded modules is {exclude!r}",
+            expected="a list of module names and wildcards under 'ignore' or 'exclude_modules'",
+            way_out="export the checkpoint again, or repair the file",
+        )
+    return QuantDescription(
+        quant_algo=algo,
+        group_size=group_size,
+        kv_cache_quant_algo=_kv_cache_algorithm(section, source),
+        exclude_modules=tuple(exclude),
+    )
+
+
+def _algorithm(section: Mapping[str, Any], source: str) -> str:
+    raw = section.get("quant_algo")
+    algo = str(raw).upper() if raw else ""
+    if algo == "NVFP4":
+        return algo
+    why = {
+        "NVFP4_AWQ": " (its inputs must be multiplied by a pre_quant_scale, which the per-token "
+        "kernels do not do)",
+        "NVFP4_SVD": " (its layers carry SVDQuant low-rank branches, which the per-token kernels "
+        "do not compute)",
+        "W4A16_NVFP4": " (a weight-only checkpoint)",
+        "MIXED_PRECISION": " (layers quantized in different ways)",
+    }.get(algo, "")
+    raise CheckpointError(
+        f"{source} has quant_algo {raw!r}{why}",
+        expected="quant_algo 'NVFP4'",
+        way_out=_STATIC_ALTERNATIVE,
+    )
+
+
+def _group_size(section: Mapping[str, Any], source: str) -> int:
+    """The group size, which may stand at the top, or only inside ``config_groups``."""
+    sizes: dict[str, Any] = {}
+    if section.get("group_size") is not None:
+        sizes["group_size"] = section["group_size"]
+    groups = section.get("config_groups")
+    if isinstance(groups, Mapping):
+        for name, group in groups.items():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            if isinstance(weights, Mapping) and weights.get("group_size") is not None:
+                sizes[f"config_groups.{name}.weights.group_size"] = weights["group_size"]
+    for where, size in sizes.items():
+        if str(size) != str(BLOCK_SIZE):
+            raise CheckpointError(
+                f"{source} has {where} = {size!r}",
+                expected=f"{BLOCK_SIZE} values per block scale, which defines NVFP4",
+                way_out=_STATIC_ALTERNATIVE,
+            )
+    return BLOCK_SIZE
+
+
+def _kv_cache_algorithm(section: Mapping[str, Any], source: str) -> str | None:
+    """``kv_cache_quant_algo`` (legacy), or ``kv_cache_scheme`` as a string or a description."""
+    value = section.get("kv_cache_quant_algo")
+    if value is None:
+        value = section.get("kv_cache_scheme")
+    if isinstance(value, Mapping):
+        value = "FP8" if value.get("type") == "float" and value.get("num_bits") == 8 else value
+    if value is None:
+        return None
+    algo = value.upper() if isinstance(value, str) else value
+    if algo in ("FP8", "NVFP4"):
+        return str(algo)
+    raise CheckpointError(
+        f"{source} has the KV cache scheme {value!r}",
+        expected="FP8, NVFP4 or none",
+        way_out="remove the scheme from the file and choose with --kv-cache-dtype",
+    )
