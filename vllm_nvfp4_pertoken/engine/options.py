@@ -1,0 +1,59 @@
+"""Options of ours, from ``--additional-config '{"nvfp4_per_token": {…}}'``."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_nvfp4_pertoken.errors import UnsupportedError
+
+__all__ = ["ADDITIONAL_CONFIG_KEY", "Options"]
+
+ADDITIONAL_CONFIG_KEY = "nvfp4_per_token"
+
+
+class Options(BaseModel):
+    """What can be set; everything has a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    linear: Literal["static", "per_token"] = Field(
+        default="static",
+        description=(
+            "dense NVFP4 layers: 'static' uses vLLM's kernels and the checkpoint's input_scale, "
+            "'per_token' the torch reference, without any input_scale"
+        ),
+    )
+    check_files: bool = Field(
+        default=True,
+        description="read the headers of all weight files before loading and before a reload",
+    )
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Any) -> "Options":
+        """Read and check our part of vLLM's ``additional_config``.
+
+        Raises:
+            UnsupportedError: for an unknown key or a value that is not accepted.
+        """
+        section = (
+            additional_config.get(ADDITIONAL_CONFIG_KEY, {})
+            if isinstance(additional_config, Mapping)
+            else {}
+        )
+        try:
+            return cls.model_validate(section)
+        except ValidationError as error:
+            found = "; ".join(
+                f"{'.'.join(map(str, item['loc'])) or ADDITIONAL_CONFIG_KEY}: {item['msg']}"
+                for item in error.errors()
+            )
+            known = "; ".join(
+                f"{name} ({field.description}; default {field.default!r})"
+                for name, field in cls.model_fields.items()
+            )
+            raise UnsupportedError(
+                f"--additional-config has {ADDITIONAL_CONFIG_KEY} = {section!r}: {found}",
+                expected=f"an object with the keys {known}",
+                way_out="correct the key or leave it out",
+            ) from None

@@ -1,0 +1,64 @@
+"""The experts as a torch operator, so that torch.compile and CUDA graphs see one opaque call."""
+
+from functools import lru_cache
+
+import torch
+
+from vllm_nvfp4_pertoken.experts import cpu, reference
+from vllm_nvfp4_pertoken.experts.reference import Activation, ExpertWeights
+
+__all__ = ["BACKENDS", "moe"]
+
+BACKENDS = {"reference": reference.moe_forward, "cpu": cpu.moe_forward}
+
+_LIBRARY = torch.library.Library("vllm_nvfp4_pertoken", "FRAGMENT")
+_LIBRARY.define(
+    "moe(Tensor(a!) output, Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, "
+    "Tensor w13, Tensor w13_scale, Tensor w13_scale_2, Tensor w2, Tensor w2_scale, "
+    "Tensor w2_scale_2, Tensor? w13_bias, Tensor? w2_bias, Tensor? expert_map, str activation, "
+    "float alpha, float beta, float? limit, bool apply_router_weight_on_input, str backend) -> ()"
+)
+
+
+# Built once per layer kind, not once per call.
+_activation = lru_cache(Activation)
+
+
+def _moe(
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_scale_2: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_scale_2: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+    activation: str,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    apply_router_weight_on_input: bool,
+    backend: str,
+) -> None:
+    output.copy_(
+        BACKENDS[backend](
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            ExpertWeights(w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2, w13_bias, w2_bias),
+            _activation(activation, alpha, beta, limit),
+            expert_map=expert_map,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+    )
+
+
+_LIBRARY.impl("moe", _moe, "CompositeExplicitAutograd")
+_LIBRARY.impl("moe", lambda *args, **kwargs: None, "Meta")
+
+moe = torch.ops.vllm_nvfp4_pertoken.moe
