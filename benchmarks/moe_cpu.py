@@ -34,7 +34,8 @@ def bf16_layers(layers, experts, hidden, inter):
 
     def layer(a, b):
         def run(x, weights, ids):
-            cpu_fused_moe(torch.empty_like(x), x, a, b, None, None, weights, ids, "silu", isa, False)
+            out = torch.empty_like(x)
+            cpu_fused_moe(out, x, a, b, None, None, weights, ids, "silu", isa, False)
 
         return run
 
@@ -103,16 +104,25 @@ def main() -> None:
             variants[isa] = [kernel(w, isa) for w in packed]
         if not args.no_reference:
             variants["reference"] = [
-                lambda x, weights, ids: reference.moe_forward(x, weights, ids, plain, activation)
+                lambda x, weights, ids, plain=plain: reference.moe_forward(
+                    x, weights, ids, plain, activation
+                )
             ]
-        print(f"{'tokens':>8}" + "".join(f"{name + ', us':>18}" for name in variants)
-              + f"{'GFLOP/s':>10}" + "".join(f"{'x ' + n:>14}" for n in list(variants)[1:]))
+        print(
+            f"{'tokens':>8}"
+            + "".join(f"{name + ', us':>18}" for name in variants)
+            + f"{'GFLOP/s':>10}"
+            + "".join(f"{'x ' + n:>14}" for n in list(variants)[1:])
+        )
         for tokens in args.tokens:
             t = measure(variants, tokens, experts, hidden, top_k, args.seconds)
             flops = tokens * top_k * 3 * hidden * inter * 2 / t["nvfp4"] / 1e9
-            print(f"{tokens:>8}" + "".join(f"{v * 1e6:>18.0f}" for v in t.values())
-                  + f"{flops:>10.0f}"
-                  + "".join(f"{t['nvfp4'] / v:>14.2f}" for v in list(t.values())[1:]))
+            print(
+                f"{tokens:>8}"
+                + "".join(f"{v * 1e6:>18.0f}" for v in t.values())
+                + f"{flops:>10.0f}"
+                + "".join(f"{t['nvfp4'] / v:>14.2f}" for v in list(t.values())[1:])
+            )
             results.append({"shape": shape, "tokens": tokens} | t)
     print(json.dumps({"threads": args.threads, "kernel": reason, "seconds": results}))
 

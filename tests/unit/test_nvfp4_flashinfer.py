@@ -86,7 +86,7 @@ def test_static_scales_are_flashinfers_specification(x, decade):
 
 
 # Amax of a row, amax of a block, and the block scale in exact and in fast mode: where the order of
-# the three factors decides a tie, in exact mode for the first two rows, in fast mode for the others.
+# the three factors decides a tie, in exact mode for the first two, in fast mode for the others.
 ORDER = [(184, 138, 352, 320), (252, 153, 288, 256), (196, 161, 384, 384), (224, 200, 384, 416)]
 
 

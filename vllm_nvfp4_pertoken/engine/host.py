@@ -21,6 +21,7 @@ name                                    why, and what would replace it
 
 from importlib import metadata
 
+import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
@@ -120,15 +121,27 @@ def reload_failed(error: PerTokenError) -> PerTokenError:
     their weights arrive; an exception in between leaves the rest without any, and the server would
     fail at the next request. When no reload is under way, the error is returned as it is.
     """
-    restored = replaced = 0
-    for layer, info in list(LAYERWISE_INFO.items()):
-        if info.can_load():
-            if info.kernel_tensors is not None:
-                _place_kernel_tensors(layer, info)
-                restored += bool(info.kernel_tensors[0])
-            info.reset()
-        elif next(layer.parameters(recurse=False), None) is not None:
-            replaced += 1
+    pending = {layer: info for layer, info in LAYERWISE_INFO.items() if info.can_load()}
+    waiting = {
+        layer for layer, info in pending.items() if info.kernel_tensors and info.kernel_tensors[0]
+    }
+    # The process may hold other models, such as a draft model, which may share some modules: count
+    # only what belongs to the one that all the waiting layers are in.
+    reloading: set[torch.nn.Module] = set()
+    for layer in LAYERWISE_INFO:
+        modules = set(layer.modules())
+        if waiting and waiting <= modules:
+            reloading |= modules
+    replaced = sum(
+        next(layer.parameters(recurse=False), None) is not None
+        for layer in reloading.difference(pending)
+    )
+    restored = 0
+    for layer, info in pending.items():
+        if info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+            restored += bool(info.kernel_tensors[0])
+        info.reset()
     if restored and replaced:
         error.args = (
             f"{error} The reload stopped in the middle: {restored} modules have their old weights "

@@ -50,9 +50,13 @@ def _load() -> tuple[ctypes.CDLL | None, int, str]:
     paths = [folder / f"_cpu_kernel{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     path = next((p for p in paths if p.exists()), None)
     if path is None:
-        return None, 0, (
-            f"the kernel was not compiled when the package was installed (no {paths[0].name} in "
-            f"{folder}); with a C compiler that knows OpenMP, reinstall it"
+        return (
+            None,
+            0,
+            (
+                f"the kernel was not compiled when the package was installed (no "
+                f"{paths[0].name} in {folder}); with a C compiler that knows OpenMP, reinstall it"
+            ),
         )
     try:
         library = ctypes.CDLL(str(path))
@@ -218,7 +222,7 @@ def moe_forward(
 
 
 def _chunk_tokens(args: _Args) -> int:
-    """Tokens per call, so that the scratch memory stays below the limit; cpu_kernel.c: make_plan."""
+    """Tokens per call that keep the scratch memory below the limit; cpu_kernel.c: make_plan."""
     h, i = args.hidden_size, args.inter_size
     element = 4 if _DTYPES[args.dtype] == torch.float32 else 2
     per_slot = (h + i) * (2 + element) + 2 * i + 64

@@ -30,10 +30,12 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define STRING(x) #x
+#define SIMD(clauses) _Pragma(STRING(omp simd clauses))
 #define ALIGN(n) (((n) + 63) & ~(int64_t)63)
 #define ROWS 32               /* of a task's accumulator */
 #define COLS 64               /* of it: up to 4 strips */
-#define AMX_MIN_ROWS 8        /* with fewer, decoding to tiles costs more than VNNI dot products */
+#define AMX_MIN_ROWS 6        /* with fewer, decoding to tiles costs more than VNNI dot products */
 #define PANEL_BYTES (1 << 20) /* of an expert's rows that a task keeps in the L2 cache */
 
 enum { BF16, FP16, FP32 };
@@ -134,7 +136,7 @@ INLINE float normal_cdf(float x) { /* reference._normal_cdf */
 }
 /* reference._function, in place. */
 INLINE void apply(float *x, int64_t n, int function, float alpha) {
-#define EACH(f) for (int64_t i = 0; i < n; i++) { float v = x[i]; x[i] = f; }
+#define EACH(f) SIMD() for (int64_t i = 0; i < n; i++) { float v = x[i]; x[i] = f; }
     if (function == SILU) EACH(v / (exp_(-(v * alpha)) + 1.0f))
     else if (function == GELU) EACH(v * normal_cdf(v))
     else if (function == GELU_TANH)
@@ -167,30 +169,38 @@ INLINE int32_t to_e2m1_twice(float y) {
 /* x fp32 [k] -> row `row` of out. */
 INLINE void quantize_row(const float *x, const rows_t *out, int64_t row) {
     int64_t k = out->k, blocks = k / 16;
-    int32_t amax = 0; /* as bits, in which order is that of size and NaN can be left out */
     float *scale = out->scale + row * blocks;
+    int32_t amax = 0; /* as bits, whose order is that of size, and NaN can be told apart */
     for (int64_t b = 0; b < blocks; b++) {
         int32_t m = -1;
-        for (int i = 0; i < 16; i++) {
+        SIMD(reduction(max : m)) for (int i = 0; i < 16; i++) {
             int32_t a = (int32_t)(bits_of(x[16 * b + i]) & 0x7fffffff);
-            if (a <= 0x7f800000 && a > m) m = a;
+            a = a > 0x7f800000 ? -1 : a;
+            m = a > m ? a : m;
         }
         scale[b] = float_of((uint32_t)m); /* NaN if all are */
         amax = m > amax ? m : amax;
     }
     float e = encode_scale(float_of((uint32_t)amax)), dec = 1.0f / e;
     out->row_scale[row] = dec;
-    for (int64_t b = 0; b < blocks; b++) {
-        float e4m3 = to_e4m3(scale[b] * (e * 0.16666667f)), factor = 1.0f / (e4m3 * dec);
-        factor = factor > FLT_MAX_ ? FLT_MAX_ : factor;
-        int32_t sum = 0;
-        for (int i = 0; i < 16; i++) {
-            int32_t code = to_e2m1_twice(x[16 * b + i] * factor);
-            out->code[row * k + 16 * b + i] = (int8_t)code;
-            sum += code;
+    for (int64_t b0 = 0; b0 < blocks; b0 += 16) {
+        int64_t n = blocks - b0 < 16 ? blocks - b0 : 16;
+        float factor[16];
+        SIMD() for (int64_t i = 0; i < n; i++) {
+            float e4m3 = to_e4m3(scale[b0 + i] * (e * 0.16666667f)), f = 1.0f / (e4m3 * dec);
+            factor[i] = f > FLT_MAX_ ? FLT_MAX_ : f;
+            scale[b0 + i] = 0.25f * e4m3;
         }
-        scale[b] = 0.25f * e4m3;
-        out->offset[row * blocks + b] = -12 * sum;
+        for (int64_t b = b0; b < b0 + n; b++) {
+            int32_t code[16], sum = 0;
+            int8_t *bytes = out->code + row * k + 16 * b;
+            SIMD(reduction(+ : sum)) for (int i = 0; i < 16; i++) {
+                code[i] = to_e2m1_twice(x[16 * b + i] * factor[b - b0]);
+                sum += code[i];
+            }
+            SIMD() for (int i = 0; i < 16; i++) bytes[i] = (int8_t)code[i];
+            out->offset[row * blocks + b] = -12 * sum;
+        }
     }
 }
 
@@ -199,31 +209,33 @@ INLINE void quantize_row(const float *x, const rows_t *out, int64_t row) {
 INLINE void finish_rows(const moe_args *p, int fc, int strips, const float *acc, int n,
                         const float *row_scale, const float *scale_2, const float *bias,
                         int64_t col, char *out, int64_t stride) {
-    int gated = fc == 1 && p->gated, groups = gated ? strips / 2 : strips;
+    int gated = fc == 1 && p->gated, groups = gated ? strips / 2 : strips, width = 16 * groups;
     int64_t step = gated && p->interleaved ? 2 : 1, to_up = p->interleaved ? 1 : p->inter_size;
     float limit = p->limit, beta = p->beta;
     for (int r = 0; r < n; r++, acc += COLS, out += stride) {
         float v[COLS], up[COLS / 2], scale = row_scale[r] * scale_2[0];
-        int width = 16 * groups;
         for (int g = 0; g < groups; g++)
-            for (int j = 0; j < 16; j++) v[16 * g + j] = acc[g * (gated ? 32 : 16) + j] * scale;
+            SIMD() for (int j = 0; j < 16; j++)
+                v[16 * g + j] = acc[g * (gated ? 32 : 16) + j] * scale;
         if (bias)
             for (int j = 0; j < width; j++) v[j] = v[j] + bias[(col + j) * step];
         if (gated) {
             float up_scale = row_scale[r] * scale_2[1];
             for (int g = 0; g < groups; g++)
-                for (int j = 0; j < 16; j++) up[16 * g + j] = acc[32 * g + 16 + j] * up_scale;
+                SIMD() for (int j = 0; j < 16; j++)
+                    up[16 * g + j] = acc[32 * g + 16 + j] * up_scale;
             if (bias)
                 for (int j = 0; j < width; j++) up[j] = up[j] + bias[(col + j) * step + to_up];
-            for (int j = 0; j < width; j++) {
-                v[j] = v[j] > limit ? limit : v[j];
-                float u = up[j] > limit ? limit : up[j];
-                up[j] = (u < -limit ? -limit : u) + beta;
-            }
+            if (limit < __builtin_inff() || beta != 0.0f)
+                SIMD() for (int j = 0; j < width; j++) {
+                    v[j] = v[j] > limit ? limit : v[j];
+                    float u = up[j] > limit ? limit : up[j];
+                    up[j] = (u < -limit ? -limit : u) + beta;
+                }
         }
         if (fc == 1) apply(v, width, p->function, p->alpha);
         if (gated)
-            for (int j = 0; j < width; j++) v[j] = v[j] * up[j];
+            SIMD() for (int j = 0; j < width; j++) v[j] = v[j] * up[j];
         store(out + col * element_size(p), v, width, p->dtype);
     }
 }
@@ -426,48 +438,6 @@ TARGET_AVX512 static void dot_avx512(const uint8_t *buf, const rows_t *x, const 
     }
 }
 
-/* quantize_row, by hand: compilers make little of it, and it is a tenth of a prefill. */
-TARGET_AVX512 INLINE void quantize_row_avx512(const float *x, const rows_t *out, int64_t row) {
-    int64_t k = out->k, blocks = k / 16;
-    int32_t amax = 0;
-    float *scale = out->scale + row * blocks;
-    const __m512i inf = _mm512_set1_epi32(0x7f800000), one = _mm512_set1_epi32(0x3f800000);
-    const __m512 six = _mm512_set1_ps(6.0f);
-    for (int64_t b = 0; b < blocks; b++) {
-        __m512i a = _mm512_and_si512(_mm512_loadu_si512(x + 16 * b), _mm512_set1_epi32(0x7fffffff));
-        __mmask16 nan = _mm512_cmpgt_epi32_mask(a, inf);
-        int32_t m = _mm512_reduce_max_epi32(_mm512_mask_set1_epi32(a, nan, -1));
-        scale[b] = float_of((uint32_t)m);
-        amax = m > amax ? m : amax;
-    }
-    float e = encode_scale(float_of((uint32_t)amax)), dec = 1.0f / e;
-    out->row_scale[row] = dec;
-    for (int64_t b0 = 0; b0 < blocks; b0 += 16) {
-        int64_t n = blocks - b0 < 16 ? blocks - b0 : 16;
-        float factor[16], e4m3[16] = {0};
-        memcpy(e4m3, scale + b0, n * 4);
-        for (int i = 0; i < 16; i++) e4m3[i] = to_e4m3(e4m3[i] * (e * 0.16666667f));
-        for (int i = 0; i < 16; i++) {
-            float f = 1.0f / (e4m3[i] * dec);
-            factor[i] = f > FLT_MAX_ ? FLT_MAX_ : f;
-            e4m3[i] = 0.25f * e4m3[i];
-        }
-        memcpy(scale + b0, e4m3, n * 4);
-        for (int64_t b = b0; b < b0 + n; b++) {
-            __m512 y = _mm512_mul_ps(_mm512_loadu_ps(x + 16 * b), _mm512_set1_ps(factor[b - b0]));
-            y = _mm512_min_ps(y, six); /* NaN gives the second operand */
-            y = _mm512_max_ps(y, _mm512_set1_ps(-6.0f));
-            __m512i binade = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(y), inf), one);
-            __m512 magic = _mm512_castsi512_ps(
-                _mm512_add_epi32(binade, _mm512_set1_epi32((22 << 23) + (1 << 22))));
-            y = _mm512_sub_ps(_mm512_add_ps(y, magic), magic);
-            __m512i code = _mm512_cvtps_epi32(_mm512_add_ps(y, y));
-            _mm_storeu_si128((void *)(out->code + row * k + 16 * b), _mm512_cvtepi32_epi8(code));
-            out->offset[row * blocks + b] = -12 * _mm512_reduce_add_epi32(code);
-        }
-    }
-}
-
 /* AMX. code * block_scale is formed in fp16, where it is exact and normal, and its bits shifted to
  * bf16's fields, which divides by 2^112; the rows' panel is multiplied by 2^112 instead. */
 TARGET_AMX static void decode_amx(const uint8_t *codes, const uint8_t *scales, int64_t k,
@@ -585,9 +555,9 @@ typedef struct {
 } isa_t;
 
 /* The common code, compiled for each instruction set. */
-#define INSTANTIATE(NAME, TARGET, QUANTIZE) \
+#define INSTANTIATE(NAME, TARGET) \
     TARGET static void quantize_##NAME(const float *x, const rows_t *out, int64_t row) { \
-        QUANTIZE(x, out, row); } \
+        quantize_row(x, out, row); } \
     TARGET static void load_##NAME(float *x, const void *src, int64_t n, int dtype) { \
         load(x, src, n, dtype); } \
     TARGET static void finish_##NAME(const moe_args *p, int fc, int strips, const float *acc, int n, \
@@ -599,10 +569,10 @@ typedef struct {
         combine_row(p, y, rows, weight, acc, line, out); } \
     static const isa_t NAME = {decode_##NAME, dot_##NAME, quantize_##NAME, load_##NAME, \
                                finish_##NAME, combine_##NAME};
-INSTANTIATE(portable, , quantize_row)
+INSTANTIATE(portable, )
 #ifdef X86
-INSTANTIATE(avx2, TARGET_AVX2, quantize_row)
-INSTANTIATE(avx512, TARGET_AVX512, quantize_row_avx512)
+INSTANTIATE(avx2, TARGET_AVX2)
+INSTANTIATE(avx512, TARGET_AVX512)
 #endif
 
 /* ------------------------------------------------------------------ the layer */

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_nvfp4_pertoken import nvfp4
-from vllm_nvfp4_pertoken.experts.reference import _linear, _weight_values
+from vllm_nvfp4_pertoken.experts.reference import gemm, weight_values
 
 __all__ = ["linear_forward"]
 
@@ -42,10 +42,10 @@ def linear_forward(
             assert input_scale is not None
             values, row_scale = nvfp4.quantize_static_values(x, input_scale[part])
         outputs.append(
-            _linear(
+            gemm(
                 values,
                 row_scale,
-                _weight_values(weight[rows], weight_scale[rows]),
+                weight_values(weight[rows], weight_scale[rows]),
                 weight_scale_2[part],
                 None,
             ).to(x.dtype)

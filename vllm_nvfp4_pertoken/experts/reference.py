@@ -30,7 +30,15 @@ import torch
 
 from vllm_nvfp4_pertoken import nvfp4
 
-__all__ = ["ACTIVATIONS", "Activation", "ExpertWeights", "apply_activation", "moe_forward"]
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "ExpertWeights",
+    "apply_activation",
+    "gemm",
+    "moe_forward",
+    "weight_values",
+]
 
 # Gated activations multiply act(gate) by up; the others have no up half.
 ACTIVATIONS = (
@@ -189,29 +197,29 @@ def _forward_chunk(
     expanded = hidden.new_zeros(*local_ids.shape, hidden.shape[1])  # [tokens, top_k, H]
     for expert in local_ids[local_ids >= 0].unique().tolist():
         token, slot = torch.where(local_ids == expert)
-        fc1 = _linear(
+        fc1 = gemm(
             values[token],
             row_scale[token],
-            _weight_values(weights.w13[expert], weights.w13_scale[expert]),
+            weight_values(weights.w13[expert], weights.w13_scale[expert]),
             _column_scale(weights.w13_scale_2[expert], weights.w13.shape[1], activation),
             None if weights.w13_bias is None else weights.w13_bias[expert],
         )
         inner = apply_activation(fc1, activation).to(hidden.dtype)
-        expanded[token, slot] = _linear(
+        expanded[token, slot] = gemm(
             *nvfp4.quantize_per_token_values(inner),
-            _weight_values(weights.w2[expert], weights.w2_scale[expert]),
+            weight_values(weights.w2[expert], weights.w2_scale[expert]),
             weights.w2_scale_2[expert],
             None if weights.w2_bias is None else weights.w2_bias[expert],
         ).to(hidden.dtype)
     total = torch.zeros_like(hidden, dtype=torch.float32)
-    for slot in range(local_ids.shape[1]):
+    for k in range(local_ids.shape[1]):
         # Not a product with 0: an expert elsewhere must not count even if its weight is NaN.
-        part = expanded[:, slot].float() * topk_weights[:, slot, None]
-        total = total + torch.where(local_ids[:, slot, None] >= 0, part, 0.0)
+        part = expanded[:, k].float() * topk_weights[:, k, None]
+        total = total + torch.where(local_ids[:, k, None] >= 0, part, 0.0)
     return total.to(hidden.dtype)
 
 
-def _weight_values(codes: torch.Tensor, block_scale: torch.Tensor) -> torch.Tensor:
+def weight_values(codes: torch.Tensor, block_scale: torch.Tensor) -> torch.Tensor:
     """``code * block_scale`` [N, K], exact in fp32."""
     return nvfp4.dequantize(codes, block_scale, 1.0).float()
 
@@ -225,14 +233,22 @@ def _column_scale(scale_2: torch.Tensor, rows: int, activation: Activation) -> t
     return scale_2.repeat_interleave(rows // 2)
 
 
-def _linear(
+def gemm(
     values: torch.Tensor,
     row_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale_2: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """fp32 [R, N]: the accumulator times ``row_scale * weight_scale_2``, plus the bias."""
+    """fp32 [R, N]: the accumulator times ``row_scale * weight_scale_2``, plus the bias.
+
+    Args:
+        values: [R, K], ``code * block_scale`` of the rows.
+        row_scale: float32 [R].
+        weight: fp32 [N, K], from `weight_values`.
+        weight_scale_2: float32, one or [N].
+        bias: [N] or None.
+    """
     result = _accumulate(values.float(), weight) * (row_scale[:, None] * weight_scale_2)
     return result if bias is None else result + bias.float()
 
@@ -274,8 +290,10 @@ def _function(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     if name == "gelu":
         return x * _normal_cdf(x)
     # x * sigmoid(z): tanh-GELU is one too, with 2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3).
-    z = x * (x * x * 0.044715 + 1.0) * 1.5957691216057308 if name == "gelu_tanh" else (
-        x * activation.alpha
+    z = (
+        x * (x * x * 0.044715 + 1.0) * 1.5957691216057308
+        if name == "gelu_tanh"
+        else (x * activation.alpha)
     )
     return x / (_exp(-z) + 1.0)
 
