@@ -1,4 +1,4 @@
-"""Real vLLM models in this process: configuration, loader, processing and reload, without an engine.
+"""Real vLLM models in this process: configuration, loader, processing, reload; no engine.
 
 Much faster than an engine (about a second), so that many checkpoints and failures can be tried;
 what needs schedulers and processes is tested with `LLM` and over HTTP.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import EXPERTS, HIDDEN, Tensors
+from cases import EXPERTS, HIDDEN, Tensors, read_tensors
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -117,3 +117,77 @@ def outputs_of(config: Any, model: Any) -> Tensors:
 def snapshot(config: Any, model: Any) -> Tensors:
     """Copies of all that a reload or another checkpoint may change: parameters and outputs."""
     return {**parameters_of(model), **outputs_of(config, model)}
+
+
+@contextmanager
+def engine(model: Path | str, log: Path | None = None, **arguments: Any) -> Iterator[Any]:
+    """A real `LLM` with its processes, whose output goes to the file `log`; gone at the end."""
+    from vllm import LLM
+
+    # Functions are sent to the workers, which vLLM wants to be allowed explicitly.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    defaults = {
+        "quantization": "nvfp4_per_token",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "gpu_memory_utilization": 0.3,
+        "disable_log_stats": True,
+    }
+    with output_to(log or Path(os.devnull)):
+        llm = LLM(model=str(model), **{**defaults, **arguments})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def output_to(file: Path) -> Iterator[None]:
+    """Processes that are started in the block write to `file`, for as long as they live."""
+    saved = os.dup(1), os.dup(2)
+    with file.open("ab") as opened:
+        os.dup2(opened.fileno(), 1)
+        os.dup2(opened.fileno(), 2)
+    try:
+        yield
+    finally:
+        for number, descriptor in enumerate(saved, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+PROMPTS = [f"the quick brown fox {i} jumps over " + "the lazy dog " * i for i in range(8)]
+
+
+def answers(llm: Any, prompts: list[str] | None = None) -> list[Any]:
+    """Greedy tokens of each prompt, and the bits of the logprobs of prompt and answer."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=0, max_tokens=10, ignore_eos=True, logprobs=5, prompt_logprobs=1
+    )
+    results = []
+    for output in llm.generate(prompts or PROMPTS, parameters, use_tqdm=False):
+        answer = output.outputs[0]
+        logprobs = [
+            {token: entry.logprob.hex() for token, entry in position.items()}
+            for position in (*output.prompt_logprobs[1:], *answer.logprobs)
+        ]
+        results.append((list(answer.token_ids), logprobs))
+    return results
+
+
+def reload(llm: Any, path: Path | str) -> None:
+    """New weights through the engine's own door, as the documentation has it."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+    llm.reset_prefix_cache()
+
+
+def reload_tensors(llm: Any, path: Path) -> None:
+    """The same from tensors: read in the workers, as vLLM's RPC carries none to them."""
+    llm.collective_rpc(_reload_tensors, args=(str(path),))
+    llm.reset_prefix_cache()
+
+
+def _reload_tensors(worker: Any, path: str) -> None:
+    worker.reload_weights(weights_iterator=iter(read_tensors(Path(path)).items()))
