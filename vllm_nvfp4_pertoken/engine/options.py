@@ -24,10 +24,6 @@ class Options(BaseModel):
             "'per_token' the torch reference, without any input_scale"
         ),
     )
-    check_files: bool = Field(
-        default=True,
-        description="read the headers of all weight files before loading and before a reload",
-    )
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "Options":
