@@ -47,23 +47,23 @@ class _Args(ctypes.Structure):
 def _load() -> tuple[ctypes.CDLL | None, int, str]:
     """The library, the best of ISAS here, and what is to be said about it."""
     folder = Path(__file__).parent
-    paths = [folder / f"_cpu_kernel{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    path = next((p for p in paths if p.exists()), None)
+    names = [f"_cpu_kernel{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    path = next((folder / name for name in names if (folder / name).exists()), None)
     if path is None:
-        return (
-            None,
-            0,
-            (
-                f"the kernel was not compiled when the package was installed (no "
-                f"{paths[0].name} in {folder}); with a C compiler that knows OpenMP, reinstall it"
-            ),
+        reason = (
+            f"the kernel was not compiled when the package was installed (no {names[0]} in "
+            f"{folder}); with a C compiler that knows OpenMP, reinstall it"
         )
+        return None, 0, reason
     try:
         library = ctypes.CDLL(str(path))
         library.moe_scratch_bytes.restype = ctypes.c_int64
+        library.moe_args_bytes.restype = ctypes.c_int64
+        if library.moe_args_bytes() != ctypes.sizeof(_Args):
+            raise AttributeError("it was compiled from another version, reinstall the package")
         best = library.moe_isa()
     except (OSError, AttributeError) as error:
-        return None, 0, f"the compiled kernel {path} cannot be loaded: {error}"
+        return None, 0, f"the compiled kernel {path} cannot be used: {error}"
     return library, best, f"compiled kernel, {ISAS[best]}"
 
 
@@ -203,16 +203,21 @@ def moe_forward(
     args.isa = level
     args.threads = torch.get_num_threads()
     output = torch.empty_like(hidden_states)
-    step = _chunk_tokens(args)
-    for start in range(0, hidden_states.shape[0], step):
-        rows = slice(start, start + step)
-        args.tokens = min(step, hidden_states.shape[0] - start)
-        args.hidden = hidden_states[rows].data_ptr()
-        args.output = output[rows].data_ptr()
-        args.topk_weights = topk_weights[rows].data_ptr()
-        args.topk_ids = topk_ids[rows].data_ptr()
-        args.scratch = _scratch_pointer(library.moe_scratch_bytes(ctypes.byref(args)))
-        if library.moe_forward(ctypes.byref(args)):
+    # For each token, how far the kernel's pointers move.
+    strides = (
+        ("hidden", hidden_states.data_ptr(), args.hidden_size * hidden_states.element_size()),
+        ("output", output.data_ptr(), args.hidden_size * hidden_states.element_size()),
+        ("topk_weights", topk_weights.data_ptr(), args.top_k * 4),
+        ("topk_ids", topk_ids.data_ptr(), args.top_k * 4),
+    )
+    tokens, step = hidden_states.shape[0], _chunk_tokens(args)
+    pointer = ctypes.byref(args)
+    for start in range(0, tokens, step):
+        args.tokens = min(step, tokens - start)
+        for name, first, stride in strides:
+            setattr(args, name, first + start * stride)
+        args.scratch = _scratch_pointer(library.moe_scratch_bytes(pointer))
+        if library.moe_forward(pointer):
             raise ValueError(
                 f"topk_ids {topk_ids.min().item()}..{topk_ids.max().item()} or what expert_map "
                 f"makes of them is out of range: {args.global_experts} experts, "
@@ -243,14 +248,19 @@ def _arguments(hidden, topk_weights, topk_ids, weights, activation, expert_map) 
     tokens, h = hidden.shape
     experts, rows13, _ = weights.w13.shape
     inter = rows13 // 2 if activation.is_gated else rows13
-    if hidden.dtype not in _DTYPES or hidden.device.type != "cpu":
+    if hidden.dtype not in _DTYPES or not hidden.is_cpu:
         raise TypeError(f"hidden_states must be {_DTYPES} on the CPU, got {hidden.dtype}")
-    if h % 16 or inter % 16 or (activation.is_gated and rows13 % 2):
+    if not h or not inter or h % 16 or inter % 16 or (activation.is_gated and rows13 % 2):
         raise ValueError(f"hidden size {h} and intermediate size {inter} must be multiples of 16")
-    if topk_ids.shape[0] != tokens or topk_weights.shape != topk_ids.shape:
+    if not (
+        topk_ids.shape[0] == tokens
+        and topk_weights.shape == topk_ids.shape
+        and topk_ids.is_cpu
+        and topk_weights.is_cpu
+    ):
         raise ValueError(
             f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must "
-            f"both be [{tokens}, top_k]"
+            f"both be [{tokens}, top_k], on the CPU"
         )
     args = _Args()
     for name, dtype, shape in (
@@ -285,11 +295,8 @@ def _arguments(hidden, topk_weights, topk_ids, weights, activation, expert_map) 
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if (
-        tensor.dtype != dtype
-        or tensor.shape != shape
-        or not tensor.is_contiguous()
-        or tensor.device.type != "cpu"
+    if not (
+        tensor.dtype is dtype and tensor.shape == shape and tensor.is_contiguous() and tensor.is_cpu
     ):
         raise ValueError(
             f"{name} must be a contiguous {dtype} tensor {shape} on the CPU, got {tensor.dtype} "
