@@ -160,14 +160,19 @@ PROMPTS = [f"the quick brown fox {i} jumps over " + "the lazy dog " * i for i in
 
 
 def answers(llm: Any, prompts: list[str] | None = None) -> list[Any]:
-    """Greedy tokens of each prompt, and the bits of the logprobs of prompt and answer."""
+    """Greedy tokens of each prompt, and the bits of the logprobs of prompt and answer.
+
+    One prompt at a time: together, which of them share a step depends on the machine's load, and
+    the sums of vLLM's BF16 layers depend on that.
+    """
     from vllm import SamplingParams
 
     parameters = SamplingParams(
         temperature=0, max_tokens=10, ignore_eos=True, logprobs=5, prompt_logprobs=1
     )
     results = []
-    for output in llm.generate(prompts or PROMPTS, parameters, use_tqdm=False):
+    for prompt in prompts or PROMPTS:
+        (output,) = llm.generate([prompt], parameters, use_tqdm=False)
         answer = output.outputs[0]
         logprobs = [
             {token: entry.logprob.hex() for token, entry in position.items()}

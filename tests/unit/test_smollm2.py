@@ -79,7 +79,7 @@ def test_another_function_is_refused(smollm2_models, dense):
     state = dict(dense[0])
     name = "model.layers.17.mlp.up_proj.weight"
     state[name] = state[name].roll(1, 0)
-    with pytest.raises(CheckpointError, match=r"logits differ by up to .* at most 0\.001 in fp32"):
+    with pytest.raises(CheckpointError, match=r"logits differ by up to .* at most 0\.02 in fp32"):
         smollm2.check_same_function(smollm2_models.bf16, state)
 
 

