@@ -86,7 +86,7 @@ __all__ = [
     "warn_outside_tested_window",
 ]
 
-TESTED_VLLM = ("0.32", "0.33")
+TESTED_VLLM = ("0.32",)
 
 logger = init_logger("vllm.nvfp4_per_token")
 
