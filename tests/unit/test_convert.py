@@ -1,8 +1,11 @@
 """BF16 experts to NVFP4: the same bytes as the format module, and nothing half-written."""
 
 import json
+import threading
+import time
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -237,6 +240,46 @@ def test_interrupted(tmp_path, monkeypatch):
     monkeypatch.setattr(convert_module, "_copy_other_files", interrupt)
     refused(tmp_path, KeyboardInterrupt)
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, KeyboardInterrupt])
+def test_a_failure_is_not_hidden_by_the_other_threads(tmp_path, monkeypatch, kind):
+    """safetensors refuses to close a file that another thread reads ("Already borrowed")."""
+    make_checkpoint(tmp_path / "src", shards=1)
+    reading, busy = threading.Event(), threading.Event()
+
+    class SlowFile:
+        """The first tensor fails once the second is being read, which then takes a while."""
+
+        def __init__(self, *args, **kwargs):
+            self.file = safetensors_safe_open(*args, **kwargs)
+            self.names = self.file.keys()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            if busy.is_set():
+                raise RuntimeError("Already borrowed")
+
+        def keys(self):
+            return self.names
+
+        def get_tensor(self, name):
+            if name == self.names[0]:
+                assert reading.wait(20)
+                raise kind("the reason")
+            if name == self.names[1]:
+                busy.set()
+                reading.set()
+                time.sleep(0.5)
+                busy.clear()
+            return self.file.get_tensor(name)
+
+    safetensors_safe_open = safetensors.safe_open
+    monkeypatch.setattr(safetensors, "safe_open", SlowFile)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    refused(tmp_path, kind, "the reason")
 
 
 def test_drift_moves_only_scales(tmp_path):

@@ -250,17 +250,18 @@ def _rewrite_shards(
 
     weight_map: dict[str, str] = {}
     total = 0
-    with _tensor_pool() as pool:
-        for file in sorted({header.file for header in headers.values()}):
-            tensors: State = {}
-            with safe_open(file, framework="pt") as opened:
-                for rewritten in pool.map(
-                    lambda name, opened=opened: rewrite(name, opened.get_tensor(name), read),
-                    opened.keys(),
-                ):
-                    tensors |= rewritten
-            total += save_shard(tensors, dst / file.name)
-            weight_map |= dict.fromkeys(tensors, file.name)
+    for file in sorted({header.file for header in headers.values()}):
+        tensors: State = {}
+        # The pool ends before the file does: closed under a thread that still reads, safetensors
+        # raises "Already borrowed" in place of the error, or the Ctrl-C, that ended the block.
+        with safe_open(file, framework="pt") as opened, _tensor_pool() as pool:
+            for rewritten in pool.map(
+                lambda name, opened=opened: rewrite(name, opened.get_tensor(name), read),
+                opened.keys(),
+            ):
+                tensors |= rewritten
+        total += save_shard(tensors, dst / file.name)
+        weight_map |= dict.fromkeys(tensors, file.name)
     if (src / INDEX_NAME).is_file():
         write_index(dst, weight_map, total)
 
