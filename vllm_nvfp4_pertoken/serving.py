@@ -21,6 +21,11 @@ SHOWN_LINES = 30
 _ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception)\b: .+")
 # What vLLM's front end says when another of its processes has failed: true, but not the reason.
 _NOT_THE_REASON = ("Engine core initialization failed", "WorkerProc initialization failed")
+# Triton's bindings list what they did not free when a process ends badly: more lines than we show.
+_LEAK_LINE = re.compile(
+    r"nanobind: | - leaked (?:instance|type|function) | - \.\.\. skipped remainder$"
+    r"|See https://nanobind\."
+)
 
 
 class ServerError(RuntimeError):
@@ -134,7 +139,8 @@ class Server:
         return f"The server {what}.{reason}\nIts last lines:\n{lines or '(it printed nothing)'}"
 
     def last_lines(self, count: int) -> str:
-        return "\n".join(self._read_log().rstrip().splitlines()[-count:])
+        lines = self._read_log().rstrip().splitlines()
+        return "\n".join([line for line in lines if not _LEAK_LINE.match(line)][-count:])
 
     def stop(self, patience: float = 10) -> None:
         """End all processes of the group: SIGTERM, then SIGKILL. A second Ctrl-C shortens it."""

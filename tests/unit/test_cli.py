@@ -190,6 +190,30 @@ def test_server_that_fails_to_start(fake_machine):
     assert "too early" not in result.output.partition("Its last lines")[2]
 
 
+def test_leak_reports_do_not_hide_the_last_lines():
+    """What a dying vLLM prints last: dozens of lines by nanobind. Seen with its engine killed."""
+    code = """
+        print("EngineDeadError: EngineCore encountered an issue.")
+        print(" - a list item of the server's own")
+        print("nanobind: leaked 64 types!")
+        for i in range(40): print(f' - leaked type "triton._C.libtriton.ir.t{i}"')
+        print(" - ... skipped remainder")
+        print("nanobind: this is likely caused by a reference counting issue in the binding code.")
+        print("See https://nanobind.readthedocs.io/en/latest/refleaks.html")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with (
+        pytest.raises(ServerError) as error,
+        Server(command, free_port(), os.environ) as server,
+    ):
+        server.wait_until_ready(20)
+    lines = str(error.value).partition("Its last lines:\n")[2].splitlines()
+    assert lines == [
+        "EngineDeadError: EngineCore encountered an issue.",
+        " - a list item of the server's own",
+    ]
+
+
 def test_server_that_dies_while_asked():
     code = FAKE_SERVER.replace(
         "request = ",
