@@ -336,11 +336,11 @@ def _null_algorithm(content: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (_section(quant_algo="FP8"), r"quant_algo 'FP8'\. Expected: quant_algo 'NVFP4'"),
+        (_section(quant_algo="FP8"), r"quant_algo 'FP8'\. Expected: quant_algo 'NVFP4', 'W4A16"),
         (_section(quant_algo="NVFP4_AWQ"), r"quant_algo 'NVFP4_AWQ' .*pre_quant_scale"),
         (_section(quant_algo="NVFP4_SVD"), r"quant_algo 'NVFP4_SVD' .*SVDQuant"),
-        (_section(quant_algo="MIXED_PRECISION"), r"quant_algo 'MIXED_PRECISION' .*different ways"),
-        (_section(quant_algo="W4A16_NVFP4"), r"quant_algo 'W4A16_NVFP4' .*weight-only"),
+        (_section(quant_algo="W4A8_NVFP4_FP8"), r"'W4A8_NVFP4_FP8' .*made for FP8 activations"),
+        (_section(quant_algo="MIXED_PRECISION"), r"mixed checkpoint .*without a map of its layers"),
         (_section(quant_algo=None), r"quant_algo None\. Expected: quant_algo 'NVFP4'"),
         (_null_algorithm, r"quant_algo None\. Expected: quant_algo 'NVFP4'"),
         (_empty_algorithm, r"quant_algo ''\. Expected: quant_algo 'NVFP4'"),

@@ -107,18 +107,21 @@ def fingerprint(path: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
-def verify_checkpoint(path: Path) -> CheckpointSummary:
+def verify_checkpoint(
+    path: Path, headers: Mapping[str, TensorHeader] | None = None
+) -> CheckpointSummary:
     """Check that every expert tensor of an NVFP4 checkpoint is there and has its shape and dtype.
 
     Activation scales (``input_scale``) are not looked at: nothing reads them.
 
     Args:
         path: the checkpoint's directory.
+        headers: what :func:`read_headers` gave, if it was called before.
 
     Raises:
         CheckpointError: that names the file, the tensor, what was found and what was expected.
     """
-    headers = read_headers(path)
+    headers = read_headers(path) if headers is None else headers
     config = _read_json(path / "config.json")
     containers: dict[str, dict[tuple[int, str], dict[str, TensorHeader]]] = defaultdict(
         lambda: defaultdict(dict)

@@ -1,13 +1,26 @@
 """The quantization configuration: which layers run how, and what is checked before they do."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_nvfp4_pertoken.checkpoints.quant_config import QuantDescription, parse_quant_config
-from vllm_nvfp4_pertoken.checkpoints.verify import fingerprint, verify_checkpoint
+from vllm_nvfp4_pertoken.checkpoints.modules import (
+    NVFP4_ALGORITHMS,
+    algorithm_of,
+    is_excluded,
+    stored_algorithm,
+    stored_formats,
+)
+from vllm_nvfp4_pertoken.checkpoints.quant_config import (
+    MIXED,
+    QuantDescription,
+    parse_quant_config,
+    reconcile,
+)
+from vllm_nvfp4_pertoken.checkpoints.verify import fingerprint, read_headers, verify_checkpoint
 from vllm_nvfp4_pertoken.engine import host
 from vllm_nvfp4_pertoken.engine.linear import make_linear_method
 from vllm_nvfp4_pertoken.engine.moe import ModelOptNvFp4PerTokenMoEMethod
@@ -22,6 +35,8 @@ logger = host.init_logger("vllm.nvfp4_per_token")
 # Expert activation scales as checkpoints name them: `experts.3.up_proj.input_scale`, or fused
 # `experts.gate_up_proj_input_scale`.
 _EXPERT_INPUT_SCALE = re.compile(r"\bexperts\..*input_scale$")
+# Layers for speculative decoding, which checkpoints carry beside the model's.
+_DRAFT = re.compile(r"^(?:model\.)?mtp\.")
 _ANY_INPUT_SCALE = re.compile(r"\binput_scale$|_input_scale$")
 
 
@@ -46,16 +61,27 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
 
     def __init__(self, description: QuantDescription) -> None:
         super().__init__(
-            quant_method=description.quant_algo,
+            quant_method="NVFP4",
             is_checkpoint_nvfp4_serialized=True,
             kv_cache_quant_algo=description.kv_cache_quant_algo,
             exclude_modules=list(description.exclude_modules),
             group_size=description.group_size,
         )
         host.warn_outside_tested_window()
+        self.description = description
+        self.quantized_layers = dict(description.layers)
+        # Name, dtype and dimensions of every tensor of the checkpoint, where they can be had
+        # before loading; and the formats of the modules that they belong to.
+        self._tensors: list[tuple[str, str, int]] = []
+        self._stored: dict[str, str] | None = None
+        # Modules that are stored in another format than the config says.
+        self.contradictions: dict[str, str] = {}
         self.options: Options | None = None
         self.moe_methods: dict[str, ModelOptNvFp4PerTokenMoEMethod] = {}
         self.linear_layers: list[str] = []
+        self.other_formats = Counter[str]()
+        self._is_draft = False
+        self._ties_head = False
         self._announced = False
         # The engine's model config, whose `model` says where a reload reads from.
         self._model_config: Any = None
@@ -89,29 +115,134 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """vLLM's hook between configuration and model: check the files before anything starts."""
+        """vLLM's hook between configuration and model: read all that the files say.
+
+        Both configs are brought together, and the checkpoint's headers are checked.
+        """
+        self._complete_description(model_name, revision)
         self._verify_files(model_name)
+        if not Path(model_name).is_dir():  # on a hub; empty when it cannot be reached
+            metadata = host.get_safetensors_params_metadata(model_name, revision=revision)
+            self._tensors = [
+                (name, str(tensor["dtype"]), len(tensor["shape"]))
+                for name, tensor in metadata.items()
+            ]
+
+    def _complete_description(self, model_name: str, revision: str | None) -> None:
+        legacy = host.get_hf_file_to_dict("hf_quant_config.json", model_name, revision)
+        if legacy is not None:
+            source = f"hf_quant_config.json of {model_name}"
+            try:
+                self.description, disagreements = reconcile(
+                    self.description, parse_quant_config(legacy, source=source)
+                )
+            except CheckpointError as error:
+                disagreements = [f"{error} config.json wins"]
+            for disagreement in disagreements:
+                logger.warning_once("nvfp4_per_token: %s.", disagreement)
+        if self.description.quant_algo == MIXED and not self.description.layers:
+            raise CheckpointError(
+                f"{model_name} is a mixed checkpoint ({MIXED}) without a map of its layers",
+                expected="'quantized_layers' in config.json or hf_quant_config.json",
+                way_out="copy hf_quant_config.json beside config.json, or export it again",
+            )
+        self.quantized_layers = dict(self.description.layers)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Bring names of the checkpoint into the engine's words; vLLM calls this per model."""
+        super().apply_vllm_mapper(hf_to_vllm_mapper)
+        self.quantized_layers = hf_to_vllm_mapper.apply_dict(self.quantized_layers)
+        mapped = ((hf_to_vllm_mapper.map_name(name), *rest) for name, *rest in self._tensors)
+        self._tensors = [(name, *rest) for name, *rest in mapped if name is not None]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """The method of one layer: per-token experts, a dense method, or unquantized."""
-        if self.options is None:
-            vllm_config = host.get_current_vllm_config()
-            self.options = Options.from_additional_config(vllm_config.additional_config)
-            self._model_config = vllm_config.model_config
-        if isinstance(layer, host.RoutedExperts) and not self.is_layer_excluded(prefix):
-            method = ModelOptNvFp4PerTokenMoEMethod(self, layer.moe_config, prefix)
-            self.moe_methods[prefix] = method
-            return method
-        dense = isinstance(layer, (host.LinearBase, host.ParallelLMHead))
-        if dense and self._is_nvfp4(prefix):
+        """The method of one layer: per-token, another format of the checkpoint, or none."""
+        self._look_at_engine()
+        if isinstance(layer, (host.Attention, host.MLAAttention)):
+            return self.KVCacheMethodCls(self)
+        if not isinstance(layer, (host.RoutedExperts, host.LinearBase, host.ParallelLMHead)):
+            return None
+        algorithm = self._algorithm(layer, prefix)
+        dense = not isinstance(layer, host.RoutedExperts)
+        if algorithm is None:
+            return host.UnquantizedLinearMethod() if dense else None
+        if algorithm not in NVFP4_ALGORITHMS:
+            self.other_formats[algorithm] += 1
+            return host.stock_method(layer, prefix, algorithm, self.description.kv_cache_quant_algo)
+        if dense:
+            assert self.options is not None
             self.linear_layers.append(prefix)
             return make_linear_method(self, self.options.linear, prefix)
-        return super().get_quant_method(layer, prefix)
+        assert isinstance(layer, host.RoutedExperts)
+        method = ModelOptNvFp4PerTokenMoEMethod(self, layer.moe_config, prefix)
+        self.moe_methods[prefix] = method
+        return method
 
-    def _is_nvfp4(self, prefix: str) -> bool:
-        """Whether a dense layer is NVFP4: not excluded, and not part of a vision tower."""
+    def is_layer_excluded(self, prefix: str) -> bool:
+        """As vLLM's, but names match at dots only; see ``checkpoints/modules.py``."""
+        return is_excluded(prefix, self.exclude_modules, self.packed_modules_mapping)
+
+    def _look_at_engine(self) -> None:
+        """Once, with the first layer: options, and what else the engine was started with."""
+        if self.options is not None:
+            return
+        vllm_config = host.get_current_vllm_config()
+        self.options = Options.from_additional_config(vllm_config.additional_config)
+        self._model_config = vllm_config.model_config
+        # The layers of a draft have a quantization config of their own.
+        self._is_draft = (
+            vllm_config.quant_config is not self or vllm_config.model_config.runner_type == "draft"
+        )
+        text_config = vllm_config.model_config.hf_text_config
+        self._ties_head = bool(getattr(text_config, "tie_word_embeddings", False))
+        self._stored = stored_formats(self._tensors)
+        cache_dtype, scheme = vllm_config.cache_config.cache_dtype, self.kv_cache_quant_algo
+        if scheme is not None and cache_dtype == "auto":
+            logger.warning_once(
+                "nvfp4_per_token: the checkpoint was made for a KV cache in %s, and the engine "
+                "runs it in the model's dtype; --kv-cache-dtype %s chooses.",
+                scheme,
+                scheme.lower(),
+            )
+
+    def _algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
+        """How a layer's weight is quantized: as the config says, unless the tensors say otherwise.
+
+        Raises:
+            CheckpointError: for a layer that is NVFP4 in one and FP8 in the other.
+        """
+        packed = self.packed_modules_mapping
+        declared: str | None = None
         towers = ("vision_tower", "vision_model", "vit_large_projector")
-        return not self.is_layer_excluded(prefix) and not any(name in prefix for name in towers)
+        if not self.is_layer_excluded(prefix) and not any(name in prefix for name in towers):
+            declared = self.description.quant_algo
+            if declared == MIXED:
+                declared = algorithm_of(prefix, self.quantized_layers, packed)
+        assert self._stored is not None
+        stored = stored_algorithm(prefix, self._stored, packed)
+        if stored is None:
+            if isinstance(layer, host.ParallelLMHead) and self._ties_head:
+                return None  # the embedding, which is not quantized
+            return declared
+        if stored == "NVFP4":
+            if declared is None:
+                self.contradictions[prefix] = stored
+                return stored
+            agree = declared in NVFP4_ALGORITHMS
+        elif stored == "FP8":
+            agree = declared is not None and "FP8" in declared
+        else:
+            if declared is not None:
+                self.contradictions[prefix] = stored
+            return None
+        if not agree:
+            raise CheckpointError(
+                f"{prefix} is stored in {stored}, and the checkpoint's config says "
+                f"{declared or 'unquantized'}",
+                expected="tensors in the format that the config names",
+                way_out="export the checkpoint again, or repair its quantization config",
+            )
+        return declared
 
     def get_checkpoint_weight_mapper(self) -> Any:  # type: ignore[override]
         """vLLM asks for this when weights start to flow: drop the scales that nothing reads.
@@ -127,17 +258,36 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
                 if self._verified is not None:
                     self._model_config.model = self._verified[0]
                 raise host.reload_failed(error) from None
-        per_token_linear = self.options is not None and self.options.linear == "per_token"
-        pattern = _ANY_INPUT_SCALE if per_token_linear else _EXPERT_INPUT_SCALE
-        dropped = host.WeightsMapper(orig_to_new_regex={pattern: None})
-        return super().get_checkpoint_weight_mapper() | dropped
+        assert self.options is not None
+        per_token_linear = self.options.linear == "per_token"
+        # FP8 layers of a mixed checkpoint need theirs.
+        drop_all = per_token_linear and not self.other_formats
+        pattern = _ANY_INPUT_SCALE if drop_all else _EXPERT_INPUT_SCALE
+        dropped = {pattern: None}
+        if not self._is_draft:
+            # Layers of a draft beside the model's own, which most models do not expect.
+            dropped[_DRAFT] = None
+        return super().get_checkpoint_weight_mapper() | host.WeightsMapper(
+            orig_to_new_regex=dropped
+        )
 
     def announce(self) -> None:
         """Once all layers exist: refuse a model without per-token layers, or say what runs."""
         if self._announced:
             return
         self._announced = True
+        if self.contradictions:
+            shown = [f"{name} ({form})" for name, form in self.contradictions.items()]
+            logger.warning_once(
+                "nvfp4_per_token: %d modules are not stored as the checkpoint's config says, and "
+                "are served as they are stored: %s%s.",
+                len(shown),
+                ", ".join(shown[:5]),
+                ", …" if len(shown) > 5 else "",
+            )
         if not self.moe_methods:
+            if self._is_draft:
+                return
             raise CheckpointError(
                 "the model has no MoE layer with NVFP4 experts (excluded modules: "
                 f"{', '.join(self.exclude_modules) or 'none'})",
@@ -150,14 +300,24 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
             "static": "with the checkpoint's static input_scale",
             "per_token": "per-token, on the torch reference",
         }[self.options.linear]
+        others = "".join(
+            f"; {count} layers in {name}, as the checkpoint has them"
+            for name, count in sorted(self.other_formats.items())
+        )
+        if self.description.quant_algo == "W4A16_NVFP4":
+            others += (
+                "; the checkpoint quantizes weights only (W4A16_NVFP4), activations are quantized "
+                "because this was asked for"
+            )
         logger.info_once(
             "nvfp4_per_token: %d MoE layers with per-token activation scales on the %s experts "
-            "(%s), activation scales of the checkpoint ignored; %d dense NVFP4 layers%s.",
+            "(%s), activation scales of the checkpoint ignored; %d dense NVFP4 layers%s%s.",
             len(self.moe_methods),
             choice.name,
             choice.reason,
             len(self.linear_layers),
             f" {dense}" if self.linear_layers else "",
+            others,
         )
         if choice.warning:
             logger.warning_once("nvfp4_per_token: %s", choice.warning)
@@ -176,5 +336,8 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
         state = (model, fingerprint(path))
         if state == self._verified:
             return
-        verify_checkpoint(path)
+        headers = read_headers(path)
+        verify_checkpoint(path, headers)
+        if self._verified is None:
+            self._tensors = [(h.name, h.dtype, len(h.shape)) for h in headers.values()]
         self._verified = state

@@ -10,6 +10,10 @@ name                                    why, and what would replace it
 ``ModelOptNvFp4Config``                 excluded modules, KV-cache methods and dense layers as stock
 ``ModelOptKVCacheMethod``               KV-cache scales of ModelOpt checkpoints
 ``resolve``, ``ModelOptLinearMethod``   dense NVFP4 layers with static scales, until all are ours
+``ModelOptMixedPrecisionConfig``        the methods of layers in other formats; ``LINEAR_ALGOS``
+                                        says which formats it knows
+``get_safetensors_params_metadata``     tensors of a checkpoint on a hub, before they are loaded
+``get_hf_file_to_dict``                 ``hf_quant_config.json``, wherever the model is
 ``FusedMoEMethodBase``                  public seam for MoE methods
 ``FusedMoEExpertsModular``              public seam for experts
 ``maybe_make_prepare_finalize``         dispatch and combine for TP, EP and DP
@@ -20,11 +24,13 @@ name                                    why, and what would replace it
 """
 
 from importlib import metadata
+from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
@@ -37,11 +43,14 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
+    UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.layers.quantization.modelopt import (
+    LINEAR_ALGOS,
     ModelOptKVCacheMethod,
     ModelOptLinearMethod,
+    ModelOptMixedPrecisionConfig,
     ModelOptNvFp4Config,
     resolve,
 )
@@ -53,17 +62,20 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.parameter import ModelWeightParameter, PerTensorScaleParameter
 from vllm.platforms import current_platform
+from vllm.transformers_utils.config import get_hf_file_to_dict, get_safetensors_params_metadata
 
-from vllm_nvfp4_pertoken.errors import PerTokenError
+from vllm_nvfp4_pertoken.errors import PerTokenError, UnsupportedError
 
 __all__ = [
     "TESTED_VLLM",
+    "Attention",
     "FusedMoEConfig",
     "FusedMoEMethodBase",
     "FusedMoEQuantConfig",
     "FusedMoeWeightScaleSupported",
     "LinearBase",
     "LinearMethodBase",
+    "MLAAttention",
     "MoEActivation",
     "ModelOptKVCacheMethod",
     "ModelOptLinearMethod",
@@ -73,15 +85,19 @@ __all__ = [
     "PerTensorScaleParameter",
     "RoutedExperts",
     "TopKWeightAndReduceNoOP",
+    "UnquantizedLinearMethod",
     "WeightsMapper",
     "current_platform",
     "get_current_vllm_config",
+    "get_hf_file_to_dict",
+    "get_safetensors_params_metadata",
     "init_logger",
     "maybe_make_prepare_finalize",
     "mk",
     "register_weight_loader_v2_supported_method",
     "reload_failed",
     "resolve",
+    "stock_method",
     "vllm_version",
     "warn_outside_tested_window",
 ]
@@ -112,6 +128,37 @@ def warn_outside_tested_window() -> None:
             " and ".join(TESTED_VLLM),
             version,
         )
+
+
+def stock_method(
+    layer: torch.nn.Module, prefix: str, algorithm: str, kv_cache_algorithm: str | None
+) -> Any:
+    """vLLM's own method for a layer of a mixed ModelOpt checkpoint that is not NVFP4.
+
+    Raises:
+        UnsupportedError: for an algorithm that vLLM does not know, and would leave unquantized; and
+            on CPUs, where its operators for these formats are missing.
+    """
+    if current_platform.device_type == "cpu":
+        raise UnsupportedError(
+            f"{prefix} is quantized with {algorithm}, for which vLLM has no kernels on CPUs",
+            expected="on a CPU, layers in NVFP4 or unquantized",
+            way_out="serve this checkpoint on a GPU",
+        )
+    if algorithm not in LINEAR_ALGOS:
+        raise UnsupportedError(
+            f"{prefix} is quantized with {algorithm}",
+            expected="one of " + ", ".join(LINEAR_ALGOS),
+            way_out="export the checkpoint again with one of these for this layer",
+        )
+    config = ModelOptMixedPrecisionConfig._from_config(
+        quant_method="MIXED_PRECISION",
+        kv_cache_quant_method=kv_cache_algorithm,
+        exclude_modules=[],
+        original_config={"quantized_layers": {prefix: {"quant_algo": algorithm}}},
+        group_size=None,
+    )
+    return config.get_quant_method(layer, prefix)
 
 
 def reload_failed(error: PerTokenError) -> PerTokenError:
