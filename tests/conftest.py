@@ -1,6 +1,16 @@
 """What tests of several kinds share."""
 
+import os
+from unittest import mock
+
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides on its first import whether to interpret. Only here: engines that the tests
+    # start must not.
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        from vllm_nvfp4_pertoken.experts import triton_kernels  # noqa: F401
 
 from vllm_nvfp4_pertoken.demo import Models, cached_models
 
