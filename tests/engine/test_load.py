@@ -149,7 +149,14 @@ def test_rows_do_not_depend_on_their_batch():
         assert_bitwise({"rows": backwards.flip(0)}, {"rows": together})
 
 
-@pytest.mark.parametrize("backend", sorted(ACCEPTED_BACKENDS))
+@pytest.fixture(params=sorted(ACCEPTED_BACKENDS))
+def backend(request, monkeypatch):
+    """Every backend that is served; Triton in its interpreter (see tests/conftest.py)."""
+    if request.param == "triton":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return request.param
+
+
 def test_expert_of_zeros_with_nan_scales_gives_zeros(backend, tmp_path):
     dead = 3
 
@@ -562,10 +569,15 @@ def test_vllm_still_knows_the_accepted_backends():
     assert set(ACCEPTED_BACKENDS) <= set(_backends())
 
 
-@pytest.mark.parametrize("backend", sorted(ACCEPTED_BACKENDS))
 def test_accepted_backends_compute_what_the_reference_does(backend):
     with loaded_model(EXPERTS_ONLY, moe_backend=backend) as (config, model):
         assert_layers_match_reference(EXPERTS_ONLY, config, model)
+
+
+def test_triton_needs_a_gpu():
+    text = "--moe-backend triton cannot run here: there is no GPU that torch can use"
+    with pytest.raises(UnsupportedError, match=text):
+        load(EXPERTS_ONLY, moe_backend="triton")
 
 
 # vLLM itself keeps this one to a single family of models.

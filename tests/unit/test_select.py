@@ -38,7 +38,7 @@ def test_a_slow_choice_says_why() -> None:
     assert "cuda" in choice.rejected["cpu"]
 
 
-@pytest.mark.parametrize("moe_backend", ["marlin", "cutlass", "triton", "flashinfer_trtllm", ""])
+@pytest.mark.parametrize("moe_backend", ["marlin", "cutlass", "flashinfer_trtllm", ""])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_other_backends_are_refused(moe_backend: str, device: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"--moe-backend {moe_backend} cannot.*auto.*emul"):
@@ -48,3 +48,9 @@ def test_other_backends_are_refused(moe_backend: str, device: str) -> None:
 def test_batched_tokens_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"batched activation format.*all2all-backend"):
         choose(Facts("auto", "cuda", activation_format="batched"))
+
+
+def test_triton_is_what_was_asked_for_or_an_error() -> None:
+    assert choose(Facts("triton", "cuda")).name == "triton"
+    with pytest.raises(UnsupportedError, match=r"triton cannot run here: no GPU.*leave"):
+        choose(Facts("triton", "cpu", triton_missing="no GPU"))

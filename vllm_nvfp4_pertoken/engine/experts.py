@@ -6,7 +6,7 @@ import torch
 
 from vllm_nvfp4_pertoken.engine import host
 from vllm_nvfp4_pertoken.errors import UnsupportedError
-from vllm_nvfp4_pertoken.experts import cpu, ops
+from vllm_nvfp4_pertoken.experts import cpu, ops, triton
 from vllm_nvfp4_pertoken.experts.reference import ACTIVATIONS, Activation, ExpertWeights
 from vllm_nvfp4_pertoken.experts.select import Choice, Facts, choose
 
@@ -31,12 +31,14 @@ def choose_experts(moe_config: host.FusedMoEConfig, prefix: str) -> Choice:
             expected="one of " + ", ".join(sorted(ACTIVATIONS)),
             way_out="serve this model without --quantization nvfp4_per_token",
         )
-    available, reason = cpu.available()
+    cpu_available, cpu_reason = cpu.available()
+    triton_available, triton_reason = triton.available()
     return choose(
         Facts(
             moe_backend=str(moe_config.moe_backend),
             device=host.current_platform.device_type,
-            cpu_kernel_missing=None if available else reason,
+            cpu_kernel_missing=None if cpu_available else cpu_reason,
+            triton_missing=None if triton_available else triton_reason,
             activation_format=(
                 "batched"
                 if moe_config.moe_parallel_config.use_batched_activation_format
@@ -71,7 +73,8 @@ class PerTokenExperts(host.mk.FusedMoEExpertsModular):
 
     def pack(self, layer: Any) -> None:
         """Bring a layer's parameters from checkpoint layout into the backend's, in place."""
-        if self.backend == "cpu":
+        pack = {"cpu": cpu.pack, "triton": triton.pack}.get(self.backend)
+        if pack is not None:
             weights = ExpertWeights(
                 w13=layer.w13_weight.data,
                 w13_scale=layer.w13_weight_scale.data,
@@ -80,7 +83,7 @@ class PerTokenExperts(host.mk.FusedMoEExpertsModular):
                 w2_scale=layer.w2_weight_scale.data,
                 w2_scale_2=layer.w2_weight_scale_2.data,
             )
-            cpu.pack(weights, self.expert_activation, out=weights)
+            pack(weights, self.expert_activation, out=weights)
 
     @property
     def expects_unquantized_inputs(self) -> bool:

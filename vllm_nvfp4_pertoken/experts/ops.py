@@ -4,12 +4,16 @@ from functools import lru_cache
 
 import torch
 
-from vllm_nvfp4_pertoken.experts import cpu, reference
+from vllm_nvfp4_pertoken.experts import cpu, reference, triton
 from vllm_nvfp4_pertoken.experts.reference import Activation, ExpertWeights
 
 __all__ = ["BACKENDS", "moe"]
 
-BACKENDS = {"reference": reference.moe_forward, "cpu": cpu.moe_forward}
+BACKENDS = {
+    "reference": reference.moe_forward,
+    "cpu": cpu.moe_forward,
+    "triton": triton.moe_forward,
+}
 
 _LIBRARY = torch.library.Library("vllm_nvfp4_pertoken", "FRAGMENT")
 _LIBRARY.define(

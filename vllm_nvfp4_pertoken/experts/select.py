@@ -10,6 +10,7 @@ __all__ = ["ACCEPTED_BACKENDS", "Choice", "Facts", "choose"]
 # Values of vLLM's `--moe-backend` that this package serves, and what each one means here.
 ACCEPTED_BACKENDS: Mapping[str, str] = {
     "auto": "the fastest that is exact on this machine",
+    "triton": "Triton kernels, NVIDIA GPUs from compute capability 8.0 on",
     "emulation": "the torch reference, on any device",
 }
 
@@ -22,6 +23,7 @@ class Facts:
         moe_backend: the value of ``--moe-backend``.
         device: ``"cpu"``, ``"cuda"``, …
         cpu_kernel_missing: why the compiled CPU kernel cannot be used; None when it can.
+        triton_missing: why the Triton kernels cannot be used; None when they can.
         activation_format: ``"standard"``, or ``"batched"`` when an all-to-all backend hands tokens
             over in per-expert batches.
     """
@@ -29,6 +31,7 @@ class Facts:
     moe_backend: str
     device: str
     cpu_kernel_missing: str | None = None
+    triton_missing: str | None = None
     activation_format: str = "standard"
 
 
@@ -37,7 +40,7 @@ class Choice:
     """The experts to build, why, and why not the others.
 
     Attributes:
-        name: ``"cpu"`` (compiled kernel) or ``"reference"`` (torch).
+        name: ``"cpu"`` (compiled kernel), ``"triton"`` or ``"reference"`` (torch).
         reason: why this one.
         rejected: candidate to reason.
         warning: what the choice costs, where a faster one was to be expected.
@@ -69,6 +72,14 @@ def choose(facts: Facts) -> Choice:
             expected="the standard activation format",
             way_out="choose another --all2all-backend, such as allgather_reducescatter",
         )
+    if facts.moe_backend == "triton":
+        if facts.triton_missing is not None:
+            raise UnsupportedError(
+                f"--moe-backend triton cannot run here: {facts.triton_missing}",
+                expected="an NVIDIA GPU of compute capability 8.0 or newer, and Triton",
+                way_out="leave --moe-backend out",
+            )
+        return Choice("triton", "asked for with --moe-backend triton")
     if facts.moe_backend == "emulation":
         return Choice("reference", "asked for with --moe-backend emulation")
     rejected: dict[str, str] = {}

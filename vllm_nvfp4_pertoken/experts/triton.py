@@ -8,7 +8,6 @@ What is guaranteed in bits: two runs give the same, and with one `Config` for al
 (``BATCH_INVARIANT``) a row's result does not depend on the rows beside it.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +25,14 @@ _CHUNK = 256  # entries per program of the sort
 _UNSCANNED = 8  # up to so many chunks, every program counts all of them itself
 
 
-@functools.cache
 def available() -> tuple[bool, str]:
-    """Whether the kernels can run on this machine's GPU; and on what, or why not."""
+    """Whether the kernels can run here, a GPU or TRITON_INTERPRET=1; on what, or why not."""
     try:
         import triton
     except ImportError as error:
         return False, f"triton cannot be imported ({error})"
+    if triton.knobs.runtime.interpret:
+        return True, "Triton's interpreter: for tests, thousands of times slower than a GPU"
     if not torch.cuda.is_available():
         return False, "there is no GPU that torch can use"
     if torch.version.hip is not None:
