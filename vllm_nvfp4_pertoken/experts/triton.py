@@ -278,7 +278,9 @@ def _sort(topk_ids, expert_map, experts, configs, pdl) -> _Route:
         )
         width = 4
         step = min(256, 1 << (chunks - 1).bit_length())
-        kernels.scan_kernel[(-(-bins // width),)](counts, totals, chunks, bins, width, step, pdl)
+        kernels.scan_kernel[(-(-bins // width),)](
+            counts, totals, chunks, bins, width, step, pdl, **launch
+        )
     kernels.place_kernel[(chunks,)](
         topk_ids, expert_map, counts, totals, entries, table1, table2, blocks1, blocks2, numel,
         chunks, experts, bins, _CHUNK, 32, bm1, bm2, mapped, scanned, pdl,
