@@ -19,7 +19,6 @@ from vllm_nvfp4_pertoken.experts.triton_configs import (
     BATCH_INVARIANT,
     Config,
     config_for,
-    default_config,
 )
 
 GPU = torch.cuda.is_available()
@@ -377,10 +376,67 @@ def test_bad_inputs_are_refused():
         forward(x, topk_weights, ids, weights._replace(w2=weights.w2[:, :32]), SILU)
 
 
-def test_configurations_cover_every_size():
-    for share in (0.01, 1, 3, 10, 30, 90, 500, 1e6):
-        for n in (16, 64, 2048):
-            config = default_config(share, n)
-            assert config == config_for(torch.device("cpu"), share, n, 64)
+@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (8, 2), (256, 8), (3, 1)])
+def test_warm_up_launches_every_kernel(experts, top_k):
+    """What `moe_forward` and `_sort` decide by, for every number of tokens."""
+    weights = random_weights(1, 64, 32, SILU)
+    weights = ExpertWeights(
+        *(None if t is None else t.expand(experts, *t.shape[1:]) for t in weights)
+    )
+
+    def kinds(tokens):
+        entries = tokens * top_k
+        sizes = experts_triton._gemm_sizes(weights)
+        configs = [config_for(torch.device("cpu"), entries / experts, n, k) for n, k in sizes]
+        chunks = -(-entries // experts_triton._CHUNK)
+        unsorted = entries * 4 <= experts
+        return (*configs, unsorted, not unsorted and chunks > experts_triton._UNSCANNED)
+
+    warm = {kinds(tokens) for tokens in experts_triton.batch_sizes(weights, top_k)}
+    assert {kinds(tokens) for tokens in range(1, max(3000, 120 * experts))} == warm
+
+
+def test_configurations_are_sane():
+    for n in (16, 64, 2048):
+        for share in (0.01, 1, 3, 10, 30, 90, 500, 1e6):
+            config = config_for(torch.device("cpu"), share, n, 64)
             assert config.bk % 64 == 0
             assert config.bn % 16 == 0
+
+
+@pytest.mark.skipif(not GPU, reason="the interpreter compiles nothing")
+def test_nothing_is_compiled_after_the_warm_up():
+    from vllm_nvfp4_pertoken.experts import triton_kernels
+
+    weights = experts_triton.pack(to_device(random_weights(16, 128, 64, SILU)), SILU)
+    experts_triton.warm_up(weights, SILU, 4, torch.bfloat16)
+
+    def compiled():
+        kernels = [
+            getattr(triton_kernels, k) for k in triton_kernels.__all__ if k.endswith("kernel")
+        ]
+        return sum(len(kernel.device_caches[0][0]) for kernel in kernels)
+
+    before = compiled()
+    for rows in (1, 2, 3, 15, 17, 100, 511, 700, 3000):
+        inputs = (t.to(DEVICE) for t in routed_rows(rows, 128, 16, 4))
+        experts_triton.moe_forward(*inputs, weights, SILU)
+    assert compiled() == before
+
+
+@pytest.mark.skipif(not GPU, reason="CUDA graphs")
+@pytest.mark.parametrize("rows", [1, 9, 300])
+def test_cuda_graph(rows):
+    weights = experts_triton.pack(to_device(random_weights(16, 128, 64, SILU)), SILU)
+    x, topk_weights, ids = (t.to(DEVICE) for t in routed_rows(rows, 128, 16, 4))
+    experts_triton.moe_forward(x, topk_weights, ids, weights, SILU)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts_triton.moe_forward(x, topk_weights, ids, weights, SILU)
+    for seed in (5, 6):
+        other = routed_rows(rows, 128, 16, 4, seed=seed)
+        for static, new in zip((x, topk_weights, ids), other, strict=True):
+            static.copy_(new)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_same(out, experts_triton.moe_forward(x, topk_weights, ids, weights, SILU))

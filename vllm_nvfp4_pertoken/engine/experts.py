@@ -75,15 +75,29 @@ class PerTokenExperts(host.mk.FusedMoEExpertsModular):
         """Bring a layer's parameters from checkpoint layout into the backend's, in place."""
         pack = {"cpu": cpu.pack, "triton": triton.pack}.get(self.backend)
         if pack is not None:
-            weights = ExpertWeights(
-                w13=layer.w13_weight.data,
-                w13_scale=layer.w13_weight_scale.data,
-                w13_scale_2=layer.w13_weight_scale_2.data,
-                w2=layer.w2_weight.data,
-                w2_scale=layer.w2_weight_scale.data,
-                w2_scale_2=layer.w2_weight_scale_2.data,
-            )
+            weights = self._weights(layer)
             pack(weights, self.expert_activation, out=weights)
+
+    def warm_up(self, layer: Any) -> None:
+        """Compile what has to be compiled for a layer, once for each shape."""
+        if self.backend == "triton" and host.current_platform.device_type == "cuda":
+            triton.warm_up(
+                self._weights(layer)._replace(w13_bias=self.w1_bias, w2_bias=self.w2_bias),
+                self.expert_activation,
+                self.moe_config.experts_per_token,
+                self.moe_config.in_dtype,
+                layer.expert_map,
+            )
+
+    def _weights(self, layer: Any) -> ExpertWeights:
+        return ExpertWeights(
+            w13=layer.w13_weight.data,
+            w13_scale=layer.w13_weight_scale.data,
+            w13_scale_2=layer.w13_weight_scale_2.data,
+            w2=layer.w2_weight.data,
+            w2_scale=layer.w2_weight_scale.data,
+            w2_scale_2=layer.w2_weight_scale_2.data,
+        )
 
     @property
     def expects_unquantized_inputs(self) -> bool:

@@ -114,10 +114,13 @@ class ModelOptNvFp4PerTokenMoEMethod(host.FusedMoEMethodBase):
         """
         self.quant_config.announce()
         self.loading.finish(layer)
-        if self.moe_kernel is None:
+        first = self.moe_kernel is None
+        if first:
             self._build_kernel(layer)
         assert self.experts is not None
         self.experts.pack(layer)
+        if first:
+            self.experts.warm_up(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> host.FusedMoEQuantConfig:
         return host.FusedMoEQuantConfig.make(

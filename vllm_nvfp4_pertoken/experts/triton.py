@@ -13,10 +13,19 @@ from dataclasses import dataclass
 import torch
 
 from vllm_nvfp4_pertoken.experts.reference import Activation, ExpertWeights
-from vllm_nvfp4_pertoken.experts.triton_configs import Config, config_for
+from vllm_nvfp4_pertoken.experts.triton_configs import Config, config_for, limits_for
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
-__all__ = ["UNIT", "available", "moe_forward", "pack", "quantize_rows", "unpack"]
+__all__ = [
+    "UNIT",
+    "available",
+    "batch_sizes",
+    "moe_forward",
+    "pack",
+    "quantize_rows",
+    "unpack",
+    "warm_up",
+]
 
 # Where a 16-bit unit keeps its four codes: (bit of the sign, lowest bit of the magnitude).
 UNIT = ((15, 6), (12, 3), (13, 0), (14, 9))
@@ -183,21 +192,60 @@ def moe_forward(
     _check(hidden_states, topk_weights, topk_ids, weights, activation, apply_router_weight_on_input)
     if not topk_ids.numel():
         return torch.zeros_like(hidden_states)
-    experts, rows13, hidden = *weights.w13.shape[:2], hidden_states.shape[1]
+    experts = weights.w13.shape[0]
     if configs is None:
-        inter = weights.w2.shape[2] * 2
         share = topk_ids.numel() / experts
+        first, second = _gemm_sizes(weights)
         device = hidden_states.device
-        configs = (
-            config_for(device, share, rows13, hidden),
-            config_for(device, share, hidden, inter),
-        )
+        configs = config_for(device, share, *first), config_for(device, share, *second)
     topk_ids = topk_ids.contiguous()
     route = _sort(topk_ids, expert_map, experts, configs, _pdl(hidden_states))
     inner = _first(hidden_states.contiguous(), weights, activation, route, configs[0])
     expanded = _second(inner, weights, activation, route, configs[1])
     weigh = None if apply_router_weight_on_input else topk_weights.float().contiguous()
     return _sum(expanded, weigh, route, experts)
+
+
+def _gemm_sizes(weights: ExpertWeights) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(n, k) of FC1 and of FC2."""
+    w13, w2 = weights.w13, weights.w2
+    return (w13.shape[1], w13.shape[2] * 2), (w2.shape[1], w2.shape[2] * 2)
+
+
+def batch_sizes(weights: ExpertWeights, top_k: int) -> list[int]:
+    """Numbers of tokens that together launch every kernel which any number of tokens launches.
+
+    Both sides of each point where `moe_forward` changes its mind.
+    """
+    experts, device = weights.w13.shape[0], weights.w13.device
+    entries = [experts // 4, _CHUNK * _UNSCANNED]  # sorted or not, scanned or not: see _sort
+    for n, k in _gemm_sizes(weights):
+        entries += [int(limit * experts) for limit in limits_for(device, n, k)]
+    sizes = {e // top_k for e in entries} | {e // top_k + 1 for e in entries}
+    return sorted(sizes - {0})
+
+
+def warm_up(
+    weights: ExpertWeights,
+    activation: Activation,
+    top_k: int,
+    dtype: torch.dtype,
+    expert_map: torch.Tensor | None = None,
+) -> None:
+    """Compile everything that `moe_forward` may need for these weights, so that no request waits.
+
+    Args:
+        weights: from `pack`; what they hold does not matter.
+        activation, expert_map: as for `moe_forward`.
+        top_k: of the router.
+        dtype: of the hidden states.
+    """
+    experts = weights.w13.shape[0] if expert_map is None else expert_map.shape[0]
+    for tokens in batch_sizes(weights, top_k):
+        x = torch.zeros(tokens, weights.w2.shape[1], dtype=dtype, device=weights.w13.device)
+        ids = torch.arange(tokens * top_k, dtype=torch.int32, device=x.device) % experts
+        ids = ids.view(tokens, top_k)
+        moe_forward(x, torch.ones_like(ids), ids, weights, activation, expert_map=expert_map)
 
 
 def _first(x, weights, activation, route, config) -> torch.Tensor:

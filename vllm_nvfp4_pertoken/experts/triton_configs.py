@@ -6,11 +6,12 @@ tensor-core instruction, and among configurations with the same instruction not 
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["BATCH_INVARIANT", "TABLE", "Config", "config_for", "default_config"]
+__all__ = ["BATCH_INVARIANT", "TABLE", "Config", "config_for", "default_configs", "limits_for"]
 
 
 class Config(NamedTuple):
@@ -49,22 +50,28 @@ def config_for(device: torch.device, rows_per_expert: float, n: int, k: int) -> 
         rows_per_expert: entries (tokens x top_k) over local experts.
         n, k: of the GEMM: weights are [n, k].
     """
+    rows = _rows(device, n, k)
+    return next(config for limit, config in rows if rows_per_expert <= limit)
+
+
+def limits_for(device: torch.device, n: int, k: int) -> tuple[float, ...]:
+    """The rows per expert up to which each configuration holds, without the last one's."""
+    return tuple(limit for limit, _ in _rows(device, n, k)[:-1])
+
+
+def _rows(device: torch.device, n: int, k: int) -> tuple[tuple[float, Config], ...]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    for limit, config in TABLE.get(name, {}).get((n, k), ()):
-        if rows_per_expert <= limit:
-            return config
-    return default_config(rows_per_expert, n)
+    return TABLE.get(name, {}).get((n, k)) or default_configs(n)
 
 
-def default_config(rows_per_expert: float, n: int) -> Config:
-    """A sane choice for GPUs that nobody measured: small shared memory, no rare instructions."""
-    bn = 64 if rows_per_expert <= 1 or n < 128 else 128
-    if rows_per_expert <= 4:
-        return Config(8, bn, 256, 4, 3)
-    if rows_per_expert <= 16:
-        return Config(16, bn, 128, 4, 3)
-    if rows_per_expert <= 48:
-        return Config(32, bn, 128, 4, 3)
-    if rows_per_expert <= 96:
-        return Config(64, bn, 128, 8, 3)
-    return Config(128, bn, 64, 8, 3, half=True)
+def default_configs(n: int) -> tuple[tuple[float, Config], ...]:
+    """A sane choice for GPUs and sizes that nobody measured: little shared memory."""
+    wide = 64 if n < 128 else 128
+    return (
+        (1, Config(8, 64, 256, 4, 3)),
+        (4, Config(8, wide, 256, 4, 3)),
+        (16, Config(16, wide, 128, 4, 3)),
+        (48, Config(32, wide, 128, 4, 3)),
+        (96, Config(64, wide, 128, 8, 3)),
+        (math.inf, Config(128, wide, 64, 8, 3, half=True)),
+    )
