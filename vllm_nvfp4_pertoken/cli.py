@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from vllm_nvfp4_pertoken import __version__
+from vllm_nvfp4_pertoken.cli_checkpoints import convert
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,8 +23,13 @@ app = typer.Typer(
     To see it work on this machine, GPU or not:
 
         nvfp4-pertoken demo
+
+    To make an NVFP4 checkpoint of a BF16 one:
+
+        nvfp4-pertoken convert SRC DST
     """,
 )
+app.command()(convert)
 
 
 class Variant(str, Enum):

@@ -138,7 +138,8 @@ def cache_directory() -> Path:
 
 def cached_models(variant: str, console: Console | None = None) -> Models:
     """The checkpoints of one variant, built if they are not in the cache yet."""
-    from vllm_nvfp4_pertoken.checkpoints.convert import convert_experts, drift_experts
+    from vllm_nvfp4_pertoken.checkpoints.convert import convert_experts
+    from vllm_nvfp4_pertoken.checkpoints.drift import drift_experts
 
     console = console or Console(quiet=True)
     stem = cache_directory() / f"{MODEL_NAME}-{variant}"

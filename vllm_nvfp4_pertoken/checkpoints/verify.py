@@ -7,6 +7,7 @@ or a running one lets go of its weights.
 
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,13 +20,19 @@ from vllm_nvfp4_pertoken.checkpoints.layout import EXPERT_TENSOR, INDEX_NAME, LA
 from vllm_nvfp4_pertoken.errors import CheckpointError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
-__all__ = ["CheckpointSummary", "TensorHeader", "fingerprint", "read_headers", "verify_checkpoint"]
+__all__ = [
+    "CheckpointSummary",
+    "TensorHeader",
+    "fingerprint",
+    "read_headers",
+    "tensor_bytes",
+    "verify_checkpoint",
+]
 
 _DOWN = tuple(layout.down for layout in LAYOUTS)
 # Names that model families use for the number of routed experts.
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SHOWN_PROBLEMS = 5
-_ITEM_BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class TensorHeader:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 4)
+        return tensor_bytes(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,12 @@ class CheckpointSummary:
     unquantized_moe_layers: int
     dense_layers: int
     expert_bytes: int
+
+
+def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes of a tensor, from safetensors' name of its dtype: BF16, F8_E4M3, I64, BOOL …"""
+    bits = re.search(r"\d+", dtype)
+    return math.prod(shape) * (int(bits[0]) if bits else 8) // 8
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
