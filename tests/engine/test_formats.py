@@ -26,7 +26,6 @@ from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
 from vllm_nvfp4_pertoken.experts.linear import linear_forward
 from vllm_nvfp4_pertoken.experts.reference import Activation, moe_forward
 
-PER_TOKEN_LINEAR = {"nvfp4_per_token": {"linear": "per_token"}}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -69,11 +68,11 @@ def test_weight_only_checkpoint_is_served_per_token_and_said_so(tmp_path, said):
         del content["quantization_config"]["config_groups"]["group_0"]["input_activations"]
 
     path = make_case(NO_CALIBRATION, tmp_path / "case", config=weights_only)
-    with loaded_model(path, additional_config=PER_TOKEN_LINEAR) as (config, model):
+    with loaded_model(path) as (config, model):
         assert_experts_match_reference(path, config, model)
         actual = snapshot(config, model)
     assert any("weights only (W4A16_NVFP4), activations are quantized" in line for line in said)
-    with loaded_model(NO_CALIBRATION, additional_config=PER_TOKEN_LINEAR) as (config, model):
+    with loaded_model(NO_CALIBRATION) as (config, model):
         assert_bitwise(actual, snapshot(config, model))
 
 
@@ -227,7 +226,7 @@ def test_modules_are_served_as_they_are_stored(tmp_path, said):
     ignore = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
     path = make_case(EXPERTS_ONLY, tmp_path / "case", edit=edit, config=section(ignore=ignore))
     rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(4)).bfloat16()
-    with loaded_model(path, additional_config=PER_TOKEN_LINEAR) as (config, model):
+    with loaded_model(path) as (config, model):
         assert_experts_match_reference(path, config, model)
         dense = model.model.layers[1].self_attn.o_proj
         assert type(dense.quant_method).__name__ == "UnquantizedLinearMethod"

@@ -43,7 +43,7 @@ def test_start_is_announced_in_one_line(llm, log):
     assert lines[0].endswith(
         "nvfp4_per_token: 2 MoE layers with per-token activation scales on the cpu experts "
         "(compiled kernel for this CPU), activation scales of the checkpoint ignored; "
-        "4 dense NVFP4 layers with the checkpoint's static input_scale."
+        "4 dense NVFP4 layers per-token as well."
     )
 
 

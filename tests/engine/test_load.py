@@ -33,7 +33,7 @@ from vllm_nvfp4_pertoken.experts.select import ACCEPTED_BACKENDS
 from vllm_nvfp4_pertoken.testing import assert_rows_close, matmul_bound
 
 SILU = Activation("silu")
-PER_TOKEN_LINEAR = {"nvfp4_per_token": {"linear": "per_token"}}
+STATIC_LINEAR = {"nvfp4_per_token": {"linear": "static"}}
 
 
 @pytest.fixture
@@ -626,7 +626,7 @@ def test_options_of_others_are_none_of_our_business(experts_only):
 
 def test_dense_layers_run_with_the_static_scales_of_their_checkpoint():
     tensors = read_tensors(ALL_NVFP4)
-    with loaded_model(ALL_NVFP4) as (_, model):
+    with loaded_model(ALL_NVFP4, additional_config=STATIC_LINEAR) as (_, model):
         for index, layer in enumerate(model.model.layers):
             for name, dense in _dense_of(layer.self_attn):
                 _assert_dense(tensors, index, name, dense, static=True)
@@ -635,7 +635,7 @@ def test_dense_layers_run_with_the_static_scales_of_their_checkpoint():
 def test_dense_layers_run_per_token_without_input_scales():
     tensors = read_tensors(NO_CALIBRATION)
     assert not [name for name in tensors if "input_scale" in name]
-    with loaded_model(NO_CALIBRATION, additional_config=PER_TOKEN_LINEAR) as (config, model):
+    with loaded_model(NO_CALIBRATION) as (config, model):
         assert not [name for name, _ in model.named_parameters() if "input_scale" in name]
         assert_layers_match_reference(NO_CALIBRATION, config, model)
         for index, layer in enumerate(model.model.layers):
@@ -721,9 +721,37 @@ def test_unusable_static_scale_is_refused_with_the_way_out(part, value, shown, t
 
     path = make_case(ALL_NVFP4, tmp_path / "case", edit=edit)
     layer = {"k": "qkv_proj", "o": "o_proj"}[part]
-    text = rf"layers\.1\.self_attn\.{layer}: input_scale is \[.*{shown}.*\].*\"per_token\""
+    text = rf"layers\.1\.self_attn\.{layer}: input_scale is \[.*{shown}.*\].*leave the option"
+    with pytest.raises(CheckpointError, match=text):
+        load(path, additional_config=STATIC_LINEAR)
+    load(path)
+
+
+@pytest.mark.parametrize("part", ["q", "v"])
+def test_dense_layer_without_block_scales_is_refused(part, tmp_path):
+    name = f"model.layers.0.self_attn.{part}_proj.weight_scale"
+    path = make_case(ALL_NVFP4, tmp_path / "case", edit=lambda tensors: tensors.pop(name))
+    text = rf"layers\.0.*qkv_proj: part {'qkv'.index(part)} of 3 has a weight_scale that is NaN"
     with pytest.raises(CheckpointError, match=text):
         load(path)
+
+
+def test_dense_layer_of_zeros_with_nan_scales_gives_zeros(tmp_path):
+    """As ModelOpt writes it."""
+
+    def edit(tensors: Tensors) -> None:
+        stem = "model.layers.0.self_attn.k_proj.weight"
+        tensors[stem].zero_()
+        tensors[f"{stem}_scale"].view(torch.uint8).fill_(0xFF)
+        tensors[f"{stem}_scale_2"].zero_()
+
+    rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(5)).bfloat16()
+    with loaded_model(make_case(ALL_NVFP4, tmp_path / "case", edit=edit)) as (_, model):
+        dense = model.model.layers[0].self_attn.qkv_proj
+        q, k, v = dense(rows)[0].split(dense.logical_widths, dim=1)
+    assert torch.count_nonzero(k) == 0
+    assert q.isfinite().all()
+    assert v.abs().sum() > 0
 
 
 @pytest.mark.parametrize("mode", ["static", "per_token"])
@@ -749,7 +777,7 @@ def test_quantized_lm_head_is_a_dense_layer(tmp_path):
 
     path = make_case(ALL_NVFP4, tmp_path / "case", edit=edit, config=config)
     rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(4)).bfloat16()
-    for options, input_scale in (({}, torch.tensor([0.01])), (PER_TOKEN_LINEAR, None)):
+    for options, input_scale in ((STATIC_LINEAR, torch.tensor([0.01])), ({}, None)):
         with loaded_model(path, additional_config=options) as (_, model):
             logits = model.lm_head.quant_method.apply(model.lm_head, rows)
         expected = linear_forward(

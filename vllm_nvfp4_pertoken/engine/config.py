@@ -78,7 +78,7 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
         self.contradictions: dict[str, str] = {}
         self.options: Options | None = None
         self.moe_methods: dict[str, ModelOptNvFp4PerTokenMoEMethod] = {}
-        self.linear_layers: list[str] = []
+        self.linear_methods: dict[str, Any] = {}
         self.other_formats = Counter[str]()
         self._is_draft = False
         self._ties_head = False
@@ -171,12 +171,17 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
             return host.stock_method(layer, prefix, algorithm, self.description.kv_cache_quant_algo)
         if dense:
             assert self.options is not None
-            self.linear_layers.append(prefix)
-            return make_linear_method(self, self.options.linear, prefix)
+            self.linear_methods[prefix] = make_linear_method(self, self.options.linear, prefix)
+            return self.linear_methods[prefix]
         assert isinstance(layer, host.RoutedExperts)
         method = ModelOptNvFp4PerTokenMoEMethod(self, layer.moe_config, prefix)
         self.moe_methods[prefix] = method
         return method
+
+    @property
+    def keeps_input_scales(self) -> bool:
+        """Whether layers in other formats need theirs, which a mapper by name cannot tell apart."""
+        return not set(self.quantized_layers.values()).issubset(NVFP4_ALGORITHMS)
 
     def is_layer_excluded(self, prefix: str) -> bool:
         """As vLLM's, but names match at dots only; see ``checkpoints/modules.py``."""
@@ -259,9 +264,7 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
                     self._model_config.model = self._verified[0]
                 raise host.reload_failed(error) from None
         assert self.options is not None
-        per_token_linear = self.options.linear == "per_token"
-        # FP8 layers of a mixed checkpoint need theirs.
-        drop_all = per_token_linear and not self.other_formats
+        drop_all = self.options.linear == "per_token" and not self.keeps_input_scales
         pattern = _ANY_INPUT_SCALE if drop_all else _EXPERT_INPUT_SCALE
         dropped = {pattern: None}
         if not self._is_draft:
@@ -295,11 +298,6 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
                 way_out="serve it without --quantization nvfp4_per_token",
             )
         choice = next(iter(self.moe_methods.values())).choice
-        assert self.options is not None
-        dense = {
-            "static": "with the checkpoint's static input_scale",
-            "per_token": "per-token, on the torch reference",
-        }[self.options.linear]
         others = "".join(
             f"; {count} layers in {name}, as the checkpoint has them"
             for name, count in sorted(self.other_formats.items())
@@ -315,12 +313,24 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
             len(self.moe_methods),
             choice.name,
             choice.reason,
-            len(self.linear_layers),
-            f" {dense}" if self.linear_layers else "",
+            len(self.linear_methods),
+            self._dense_words(),
             others,
         )
         if choice.warning:
             logger.warning_once("nvfp4_per_token: %s", choice.warning)
+
+    def _dense_words(self) -> str:
+        """How dense NVFP4 layers run, for the start-up line."""
+        assert self.options is not None
+        if not self.linear_methods:
+            return ""
+        if self.options.linear == "static":
+            return " with the checkpoint's static input_scale"
+        slow = sum(method.backend == "reference" for method in self.linear_methods.values())
+        if not slow:
+            return " per-token as well"
+        return f" per-token as well, {slow} of them on the torch reference, which is slow"
 
     def _verify_files(self, model: str) -> None:
         """Check the checkpoint's headers, unless the same files were found complete before."""

@@ -1,20 +1,25 @@
-"""Dense NVFP4 layers: vLLM's kernels where it has some, the torch reference elsewhere."""
+"""Dense NVFP4 layers: per-token, or with static scales on vLLM's kernels where it has some."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_nvfp4_pertoken.engine import host
+from vllm_nvfp4_pertoken.engine.loading import damaged_scales, zero_dead_blocks
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
-from vllm_nvfp4_pertoken.experts.linear import linear_forward
+from vllm_nvfp4_pertoken.experts import cpu, ops
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from vllm_nvfp4_pertoken.engine.config import NvFp4PerTokenConfig
 
-__all__ = ["StaticLinearMethod", "TorchLinearMethod", "make_linear_method"]
+_E4M3_NAN = 0x7F
 
-_PER_TOKEN_OPTION = '--additional-config \'{"nvfp4_per_token": {"linear": "per_token"}}\''
+__all__ = ["PerTokenLinearMethod", "StaticLinearMethod", "make_linear_method"]
+
+_WAY_OUT = (
+    "leave the option 'linear' out, so that dense layers run per-token, without an input_scale"
+)
 
 
 def make_linear_method(quant_config: "NvFp4PerTokenConfig", mode: str, prefix: str) -> Any:
@@ -22,7 +27,7 @@ def make_linear_method(quant_config: "NvFp4PerTokenConfig", mode: str, prefix: s
     # vLLM has NVFP4 linears for GPUs only.
     if mode == "static" and host.current_platform.device_type != "cpu":
         return StaticLinearMethod(quant_config, prefix)
-    return TorchLinearMethod(quant_config, prefix, static=mode == "static")
+    return PerTokenLinearMethod(quant_config, prefix, static=mode == "static")
 
 
 def _check_input_scale(scales: torch.Tensor, prefix: str) -> None:
@@ -31,8 +36,7 @@ def _check_input_scale(scales: torch.Tensor, prefix: str) -> None:
     raise CheckpointError(
         f"{prefix}: input_scale is {scales.tolist()} (nan: absent, or not a number)",
         expected="a positive, finite input_scale for every dense NVFP4 layer",
-        way_out=f"run dense layers per-token as well, with {_PER_TOKEN_OPTION}; or calibrate the "
-        "checkpoint; or leave these layers unquantized in it",
+        way_out=f"{_WAY_OUT}; or calibrate the checkpoint",
     )
 
 
@@ -59,25 +63,27 @@ class StaticLinearMethod(host.ModelOptLinearMethod):
                 f"{self.prefix}: its parts have different weight_scale_2, "
                 f"{weight_scale_2.tolist()}, and the static kernels know one per layer",
                 expected="one weight_scale_2 for projections that are served as one layer",
-                way_out=f"run dense layers per-token, with {_PER_TOKEN_OPTION}, which keeps "
-                "each part's own scale",
+                way_out=f"{_WAY_OUT}, each part with its own scale",
             )
         super().process_weights_after_loading(layer)
 
 
 @host.register_weight_loader_v2_supported_method
-class TorchLinearMethod(host.LinearMethodBase):
-    """A dense NVFP4 layer on the torch reference; every part keeps its own scales.
+class PerTokenLinearMethod(host.LinearMethodBase):
+    """A dense NVFP4 layer on our kernels; every part (q, k and v, say) keeps its own scales.
 
     Args:
-        static: quantize with the checkpoint's ``input_scale``; else with one scale per token, and
-            no parameter for an input scale exists.
+        static: quantize with the checkpoint's ``input_scale``, on the torch reference, as a CPU
+            needs it; else with one scale per token, and no ``input_scale`` is read.
     """
 
-    def __init__(self, quant_config: "NvFp4PerTokenConfig", prefix: str, static: bool) -> None:
+    def __init__(
+        self, quant_config: "NvFp4PerTokenConfig", prefix: str, static: bool = False
+    ) -> None:
         self.quant_config = quant_config
         self.prefix = prefix
         self.static = static
+        self.backend = "reference"
 
     def create_weights(
         self,
@@ -95,6 +101,9 @@ class TorchLinearMethod(host.LinearMethodBase):
                 expected=f"a multiple of {BLOCK_SIZE}, the values that share a block scale",
                 way_out="lower --tensor-parallel-size",
             )
+        compiled = host.current_platform.device_type == "cpu" and cpu.available()[0]
+        if compiled and not self.static and cpu.can_pack_linear(output_partition_sizes):
+            self.backend = "cpu"
         loader = extra_weight_attrs.get("weight_loader")
         rows = sum(output_partition_sizes)
         layer.logical_widths = output_partition_sizes
@@ -102,16 +111,17 @@ class TorchLinearMethod(host.LinearMethodBase):
             ("weight", input_size_per_partition // 2, torch.uint8),
             ("weight_scale", input_size_per_partition // BLOCK_SIZE, torch.float8_e4m3fn),
         ):
+            data = torch.empty(rows, columns, dtype=torch.uint8)
+            data.fill_(_E4M3_NAN)  # so that absent scales are noticed
             layer.register_parameter(
                 name,
                 host.ModelWeightParameter(
-                    data=torch.empty(rows, columns, dtype=dtype),
-                    input_dim=1,
-                    output_dim=0,
-                    weight_loader=loader,
+                    data=data.view(dtype), input_dim=1, output_dim=0, weight_loader=loader
                 ),
             )
-        for name in ("weight_scale_2", "input_scale") if self.static else ("weight_scale_2",):
+        # Scales of layers in other formats cannot be told from ours by name, so that all arrive.
+        with_input_scale = self.static or self.quant_config.keeps_input_scales
+        for name in ("weight_scale_2", "input_scale") if with_input_scale else ("weight_scale_2",):
             layer.register_parameter(
                 name,
                 host.PerTensorScaleParameter(
@@ -132,17 +142,30 @@ class TorchLinearMethod(host.LinearMethodBase):
                 expected="a finite weight_scale_2 for every part of the layer",
                 way_out="export or send the checkpoint again",
             )
+        parts = layer.weight_scale.data.split(layer.logical_widths)
+        for part, (part_scale_2, blocks) in enumerate(zip(scale_2, parts, strict=True)):
+            zero_dead_blocks(part_scale_2, blocks)
+            if bool(damaged_scales(blocks)):
+                raise CheckpointError(
+                    f"{self.prefix}: part {part} of {len(parts)} has a weight_scale that is NaN "
+                    "(absent, or not a number) or negative in places",
+                    expected="a weight_scale of positive numbers for every part of the layer",
+                    way_out="export or send the checkpoint again",
+                )
         if self.static:
             _check_input_scale(layer.input_scale.data, self.prefix)
+        if self.backend == "cpu":
+            cpu.pack_linear(layer.weight.data, layer.weight_scale.data)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = linear_forward(
+        out = ops.linear(
             x.reshape(-1, x.shape[-1]),
             layer.weight,
             layer.weight_scale,
             layer.weight_scale_2,
             layer.logical_widths,
             layer.input_scale if self.static else None,
+            self.backend,
         )
         if bias is not None:
             out = out + bias

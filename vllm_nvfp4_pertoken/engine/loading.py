@@ -15,12 +15,33 @@ from vllm_nvfp4_pertoken.engine import host
 from vllm_nvfp4_pertoken.errors import CheckpointError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
-__all__ = ["ExpertLoading"]
+__all__ = ["ExpertLoading", "damaged_scales", "zero_dead_blocks"]
 
 _SHOWN_MISSING = 5
 # E4M3 bytes: sign, four bits of exponent, three of mantissa; all ones but the sign is NaN.
 _E4M3_NAN = 0x7F
 _E4M3_MINUS_ZERO = 0x80
+
+
+def zero_dead_blocks(scale_2: torch.Tensor, block_scale: torch.Tensor) -> None:
+    """Zero the block scales of matrices whose ``weight_scale_2`` is 0, in place.
+
+    ModelOpt writes an all-zero matrix with ``weight_scale_2`` 0 and NaN block scales: its value is
+    zero, and 0 * NaN must not make it NaN.
+
+    Args:
+        scale_2: float32, any shape.
+        block_scale: float8_e4m3fn or its bytes, of the same leading dimensions.
+    """
+    blocks = block_scale.view(torch.uint8)
+    dead = (scale_2 == 0).reshape(scale_2.shape + (1,) * (blocks.ndim - scale_2.ndim))
+    blocks.masked_fill_(dead, 0)
+
+
+def damaged_scales(block_scale: torch.Tensor, keep: int = 0) -> torch.Tensor:
+    """Whether block scales hold NaN or negative ones: bool, of the first ``keep`` dimensions."""
+    blocks = block_scale.view(torch.uint8).flatten(keep)
+    return (((blocks & _E4M3_NAN) == _E4M3_NAN) | (blocks > _E4M3_MINUS_ZERO)).any(-1)
 
 
 class ExpertLoading:
@@ -161,21 +182,16 @@ class ExpertLoading:
         )
 
     def _sanitize(self, layer: Any) -> None:
-        """Zero the blocks of all-zero experts; refuse scales that no exporter means.
-
-        ModelOpt writes an all-zero matrix with ``weight_scale_2`` 0 and NaN block scales: its
-        value is zero, and 0 * NaN must not make it NaN.
-        """
+        """Zero the blocks of all-zero experts; refuse scales that no exporter means."""
         for stem in ("w13", "w2"):
             scale_2 = getattr(layer, f"{stem}_weight_scale_2").data
             shards = scale_2.view(scale_2.shape[0], -1)
             blocks = getattr(layer, f"{stem}_weight_scale").data.view(torch.uint8)
             blocks = blocks.view(*shards.shape, -1)  # expert, shard, bytes
-            blocks.masked_fill_((shards == 0).unsqueeze(-1), 0)
+            zero_dead_blocks(shards, blocks)
             bad = {
                 "weight_scale_2": ~shards.isfinite() | (shards < 0),
-                "weight_scale": ((blocks & _E4M3_NAN) == _E4M3_NAN).any(-1)
-                | (blocks > _E4M3_MINUS_ZERO).any(-1),
+                "weight_scale": damaged_scales(blocks, keep=2),
             }
             for kind, where in bad.items():
                 if not where.any():

@@ -18,10 +18,10 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     linear: Literal["static", "per_token"] = Field(
-        default="static",
+        default="per_token",
         description=(
-            "dense NVFP4 layers: 'static' uses vLLM's kernels and the checkpoint's input_scale, "
-            "'per_token' the torch reference, without any input_scale"
+            "dense NVFP4 layers: 'per_token' computes activation scales as for experts, 'static' "
+            "takes the checkpoint's input_scale, on vLLM's kernels"
         ),
     )
 

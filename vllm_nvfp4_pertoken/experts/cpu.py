@@ -1,14 +1,15 @@
-"""The NVFP4 per-token MoE layer on a CPU: the compiled kernel behind `moe_forward`.
+"""The NVFP4 per-token MoE layer, and dense layers, on a CPU: the compiled kernel.
 
-Same function and same bits as `reference.moe_forward`, on weights that `pack` has put in the
-kernel's order. The kernel (cpu_kernel.c) is built when the package is installed; without it,
-`available` says why and the reference still works.
+Same functions and same bits as `reference.moe_forward` and `linear.linear_forward`, on weights that
+`pack` and `pack_linear` have put in the kernel's order. The kernel (cpu_kernel.c) is built when the
+package is installed; without it, `available` says why and the reference still works.
 """
 
 import ctypes
 import functools
 import importlib.machinery
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 # Before the kernel: libtorch brings OpenMP's run-time library, and the kernel, which asks for the
@@ -17,12 +18,23 @@ import torch
 
 from vllm_nvfp4_pertoken.experts.reference import Activation, ExpertWeights
 
-__all__ = ["ISAS", "available", "moe_forward", "pack", "unpack"]
+__all__ = [
+    "ISAS",
+    "available",
+    "can_pack_linear",
+    "linear_forward",
+    "moe_forward",
+    "pack",
+    "pack_linear",
+    "unpack",
+]
 
 # What the kernel can run on, worst to best; `amx` includes avx512, for experts with few rows.
 ISAS = ("portable", "avx2", "avx512", "amx")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FUNCTIONS = {"silu": 0, "swigluoai": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
+_LINEAR = 4  # instead of a function
+_STRIP = 16  # rows of a weight that are packed together
 _SCRATCH_LIMIT = 256 << 20  # bytes; more tokens are computed in chunks, which changes no result
 _scratch = threading.local()
 
@@ -59,6 +71,7 @@ def _load() -> tuple[ctypes.CDLL | None, int, str]:
         library = ctypes.CDLL(str(path))
         library.moe_scratch_bytes.restype = ctypes.c_int64
         library.moe_args_bytes.restype = ctypes.c_int64
+        library.linear_forward.restype = ctypes.c_int  # absent in older builds
         if library.moe_args_bytes() != ctypes.sizeof(_Args):
             raise AttributeError("it was compiled from another version, reinstall the package")
         best = library.moe_isa()
@@ -170,6 +183,87 @@ def _unpack_scales(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(rows // 16, blocks, 16).transpose(1, 2).reshape(rows, blocks)
 
 
+def can_pack_linear(part_sizes: Sequence[int]) -> bool:
+    """Whether the kernel takes a dense layer: it wants parts of whole strips."""
+    return all(size % _STRIP == 0 for size in part_sizes)
+
+
+def pack_linear(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+    """Bring a dense layer's bytes into the kernel's order, in place.
+
+    Args:
+        weight: uint8 [N, K/2], two codes a byte, N a multiple of 16.
+        weight_scale: float8_e4m3fn [N, K/16].
+    """
+    weight.copy_(_pack_codes(weight))
+    scale = weight_scale.view(torch.uint8)
+    scale.copy_(_pack_scales(scale))
+
+
+def linear_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_scale_2: torch.Tensor,
+    part_sizes: Sequence[int],
+    *,
+    isa: str | None = None,
+) -> torch.Tensor:
+    """`linear.linear_forward` without an input scale, bitwise, for weights from `pack_linear`.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32, on the CPU.
+        weight, weight_scale: packed.
+        weight_scale_2: float32 [parts].
+        part_sizes: rows of each part, multiples of 16; their sum is N.
+        isa: for tests: one of `ISAS` instead of the best that this machine has.
+    """
+    library, level = _library(isa)
+    x = x.contiguous()
+    tokens, k = x.shape
+    n = sum(part_sizes)
+    if x.dtype not in _DTYPES or not x.is_cpu:
+        raise TypeError(f"x must be {_DTYPES} on the CPU, got {x.dtype} on {x.device}")
+    if not can_pack_linear(part_sizes) or not k or k % 16:
+        raise ValueError(f"parts {list(part_sizes)} and {k} columns must be multiples of 16")
+    _check("weight", weight, torch.uint8, (n, k // 2))
+    _check("weight_scale", weight_scale, torch.float8_e4m3fn, (n, k // 16))
+    _check("weight_scale_2", weight_scale_2, torch.float32, (len(part_sizes),))
+    strips = torch.tensor([size // _STRIP for size in part_sizes])
+    strip_scale = weight_scale_2.repeat_interleave(strips)
+    only_expert = torch.zeros(tokens, dtype=torch.int32)
+    output = x.new_empty(tokens, n)
+    args = _Args()
+    args.w13, args.w13_scale = weight.data_ptr(), weight_scale.data_ptr()
+    args.w13_scale_2 = strip_scale.data_ptr()
+    args.topk_ids = only_expert.data_ptr()
+    args.top_k = args.experts = args.global_experts = 1
+    args.hidden_size, args.inter_size = k, n
+    args.dtype, args.function = _DTYPES.index(x.dtype), _LINEAR
+    args.isa, args.threads = level, torch.get_num_threads()
+    step = max(64, _SCRATCH_LIMIT // (4 * k + 64))
+    pointer = ctypes.byref(args)
+    for start in range(0, tokens, step):
+        args.tokens = min(step, tokens - start)
+        args.hidden = x.data_ptr() + start * k * x.element_size()
+        args.output = output.data_ptr() + start * n * x.element_size()
+        args.scratch = _scratch_pointer(library.moe_scratch_bytes(pointer))
+        if library.linear_forward(pointer):
+            raise RuntimeError("the compiled kernel refused a dense layer")
+    return output
+
+
+def _library(isa: str | None) -> tuple[ctypes.CDLL, int]:
+    """The kernel, and which instructions to use."""
+    library, best, reason = _load()
+    if library is None:
+        raise RuntimeError(reason)
+    level = best if isa is None else ISAS.index(isa)
+    if level > best:
+        raise RuntimeError(f"this machine has no {isa}: {reason}")
+    return library, level
+
+
 def moe_forward(
     hidden_states: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -186,12 +280,7 @@ def moe_forward(
     Args:
         isa: for tests: one of `ISAS` instead of the best that this machine has.
     """
-    library, best, reason = _load()
-    if library is None:
-        raise RuntimeError(reason)
-    level = best if isa is None else ISAS.index(isa)
-    if level > best:
-        raise RuntimeError(f"this machine has no {isa}: {reason}")
+    library, level = _library(isa)
     if apply_router_weight_on_input:
         if topk_ids.shape[1] != 1:
             raise ValueError(f"router weights on the input need top_k 1, got {topk_ids.shape[1]}")

@@ -1,4 +1,4 @@
-/* NVFP4 mixture-of-experts layer on a CPU, called through ctypes by cpu.py, which checks the
+/* NVFP4 mixture-of-experts layer, or dense layer, on a CPU, called through ctypes by cpu.py, which checks the
  * arguments. reference.py says in torch what is computed, and gives the same bits.
  *
  * Why every path gives the same bits. The 16 products of a block, integers times two block scales,
@@ -36,7 +36,7 @@ typedef struct { /* mirrored by cpu._Args */
     const int32_t *topk_ids;    /* [tokens, top_k] */
     const int32_t *expert_map;  /* [global_experts], or NULL */
     const uint8_t *w13, *w13_scale, *w2, *w2_scale;
-    const float *w13_scale_2;   /* [experts, 2 if gated else 1] */
+    const float *w13_scale_2;   /* [experts, 2 if gated else 1]; LINEAR: [strips] */
     const float *w2_scale_2;    /* [experts] */
     const float *w13_bias, *w2_bias; /* checkpoint order, or NULL */
     uint8_t *scratch;           /* 64-byte aligned, moe_scratch_bytes() of it */
@@ -67,10 +67,11 @@ INLINE void finish_row(const finish_t *f, int r) {
     int64_t step = gated && p->interleaved ? 2 : 1, to_up = p->interleaved ? 1 : p->inter_size;
     const float *acc = f->acc + r * COLS, *bias = f->bias ? f->bias + f->col * step : 0;
     float v[COLS], up[COLS / 2], limit = p->limit, beta = p->beta;
-    float scale = f->row_scale[r] * f->scale_2[0];
-    for (int g = 0; g < groups; g++)
+    for (int g = 0; g < groups; g++) {
+        float scale = f->row_scale[r] * f->scale_2[p->function == LINEAR ? g : 0];
         SIMD() for (int j = 0; j < 16; j++)
             v[16 * g + j] = acc[g * (gated ? 32 : 16) + j] * scale;
+    }
     if (bias)
         for (int j = 0; j < width; j++) v[j] = v[j] + bias[j * step];
     if (gated) {
@@ -86,7 +87,7 @@ INLINE void finish_row(const finish_t *f, int r) {
                 up[j] = (u < -limit ? -limit : u) + beta;
             }
     }
-    if (f->fc == 1) apply(v, width, p->function, p->alpha);
+    if (f->fc == 1 && p->function != LINEAR) apply(v, width, p->function, p->alpha);
     if (gated)
         SIMD() for (int j = 0; j < width; j++) v[j] = v[j] * up[j];
     store(f->out + r * f->stride + f->col * element_size(p), v, width, p->dtype);
@@ -171,7 +172,8 @@ static void place_rows(uint8_t *base, int64_t *used, rows_t *r, int64_t rows, in
 
 static int64_t make_plan(const moe_args *p, uint8_t *base, plan_t *s) {
     int64_t used = 0, n = p->tokens * p->top_k, tiles = 0;
-    int64_t widest = p->hidden_size > p->inter_size ? p->hidden_size : p->inter_size;
+    int64_t inter = p->function == LINEAR ? 0 : p->inter_size; /* between two GEMMs, if so */
+    int64_t widest = p->hidden_size > inter ? p->hidden_size : inter;
     if (p->isa == AMX) /* sum of ceil(rows / 16) over the experts with enough rows */
         tiles = n / 16 + min64(n / (AMX_MIN_ROWS + 1), p->experts);
     place(base, &used, n * 4, &s->row_of_slot);
@@ -182,9 +184,9 @@ static int64_t make_plan(const moe_args *p, uint8_t *base, plan_t *s) {
         place(base, &used, (n / ROWS + min64(n, p->experts)) * sizeof(segment_t), &s->segment[i]);
     place_rows(base, &used, &s->x, p->tokens, p->hidden_size, tiles);
     s->spare_row = n;
-    place_rows(base, &used, &s->h, n + p->threads, p->inter_size, tiles);
-    place(base, &used, n * p->inter_size * element_size(p), &s->inner);
-    place(base, &used, n * p->hidden_size * element_size(p), &s->y);
+    place_rows(base, &used, &s->h, n + p->threads, inter, tiles);
+    place(base, &used, n * inter * element_size(p), &s->inner);
+    place(base, &used, (inter ? n : 0) * p->hidden_size * element_size(p), &s->y);
     s->local_bytes = COLS / 16 * BUFFER_BYTES(widest) + ROWS * COLS * 4;
     place(base, &used, p->threads * s->local_bytes, &s->local);
     return used;
@@ -258,7 +260,8 @@ static void run_task(const moe_args *p, const plan_t *s, const isa_t *isa, int f
     uint8_t *buf[COLS / 16];
     finish_t f = {
         .p = p, .fc = fc, .strips = strips, .acc = acc,
-        .scale_2 = fc == 1 ? p->w13_scale_2 + e * (p->gated ? 2 : 1) : p->w2_scale_2 + e,
+        .scale_2 = p->function == LINEAR ? p->w13_scale_2 + strip
+                   : fc == 1 ? p->w13_scale_2 + e * (p->gated ? 2 : 1) : p->w2_scale_2 + e,
         .bias = bias ? bias + e * n : 0,
         .col = fc == 1 && p->gated ? strip * 8 : strip * 16,
         .stride = (fc == 1 ? p->inter_size : p->hidden_size) * element_size(p)};
@@ -337,16 +340,60 @@ int64_t moe_scratch_bytes(const moe_args *p) {
     return make_plan(p, 0, &s);
 }
 
+static const isa_t *isa_of(const moe_args *p) {
+#ifdef X86
+    if (p->isa >= AVX512) return &avx512;
+    if (p->isa == AVX2) return &avx2;
+#endif
+    (void)p;
+    return &portable;
+}
+
+/* Hidden rows, quantized and laid out for FC1, by the threads of the parallel region. */
+static void quantize_hidden(const moe_args *p, plan_t *s, const isa_t *isa, float *line) {
+    int64_t h = p->hidden_size, bytes = h * element_size(p);
+#pragma omp for
+    for (int64_t t = 0; t < p->tokens; t++) {
+        isa->load(line, (const char *)p->hidden + t * bytes, h, p->dtype);
+        s->x.row_scale[t] = isa->quantize(line, h, s->x.code + t * h, s->x.scale + t * h / 16,
+                                          s->x.offset + t * h / 16);
+    }
+#pragma omp for
+    for (int64_t r = 0; r < s->rows; r++) {
+        int64_t t = s->token_of_row[r];
+        expand(&s->x, s->x.code + t * h, s->x.scale + t * h / 16, s->line_of_row[r]);
+    }
+}
+
+/* A dense layer: [tokens, inter_size] = hidden times w13, which counts as the only expert of all
+ * rows. `function` is LINEAR; w13_scale_2 has one value for every strip. */
+int linear_forward(const moe_args *p) {
+    plan_t s;
+    make_plan(p, p->scratch, &s);
+    if (p->function != LINEAR || group(p, &s)) return -1;
+    s.inner = p->output;
+    const isa_t *isa = isa_of(p);
+#pragma omp parallel num_threads(p->threads)
+    {
+        uint8_t *local = s.local + omp_get_thread_num() * s.local_bytes;
+#ifdef X86_AMX
+        if (p->isa == AMX) start_amx();
+#endif
+        quantize_hidden(p, &s, isa, (float *)local);
+        run_gemm(p, &s, isa, 1, local);
+#ifdef X86_AMX
+        if (p->isa == AMX) stop_amx();
+#endif
+    }
+    return 0;
+}
+
 /* 0, or -1 for an expert id out of range. */
 int moe_forward(const moe_args *p) {
     plan_t s;
     make_plan(p, p->scratch, &s);
     if (group(p, &s)) return -1;
-    const isa_t *isa = &portable;
-#ifdef X86
-    if (p->isa == AVX2) isa = &avx2;
-    if (p->isa >= AVX512) isa = &avx512;
-#endif
+    const isa_t *isa = isa_of(p);
     int64_t h = p->hidden_size, i = p->inter_size;
     int64_t row1 = h * element_size(p), row2 = i * element_size(p);
 #pragma omp parallel num_threads(p->threads)
@@ -356,17 +403,7 @@ int moe_forward(const moe_args *p) {
 #ifdef X86_AMX
         if (p->isa == AMX) start_amx();
 #endif
-#pragma omp for
-        for (int64_t t = 0; t < p->tokens; t++) {
-            isa->load(line, (const char *)p->hidden + t * row1, h, p->dtype);
-            s.x.row_scale[t] = isa->quantize(line, h, s.x.code + t * h, s.x.scale + t * h / 16,
-                                             s.x.offset + t * h / 16);
-        }
-#pragma omp for
-        for (int64_t r = 0; r < s.rows; r++) {
-            int64_t t = s.token_of_row[r];
-            expand(&s.x, s.x.code + t * h, s.x.scale + t * h / 16, s.line_of_row[r]);
-        }
+        quantize_hidden(p, &s, isa, line);
         run_gemm(p, &s, isa, 1, local);
 #pragma omp for
         for (int64_t r = 0; r < s.rows; r++) {

@@ -12,7 +12,7 @@
 #define SIMD(clauses) _Pragma(STRING(omp simd clauses))
 
 enum { BF16, FP16, FP32 };
-enum { SILU, GELU, GELU_TANH, RELU2 };
+enum { SILU, GELU, GELU_TANH, RELU2, LINEAR };
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE uint32_t bits_of(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }

@@ -1,13 +1,15 @@
-"""The experts as a torch operator, so that torch.compile and CUDA graphs see one opaque call."""
+"""Experts and dense layers as torch operators, so that torch.compile and CUDA graphs see one
+opaque call."""
 
 from functools import lru_cache
 
 import torch
 
 from vllm_nvfp4_pertoken.experts import cpu, reference, triton
+from vllm_nvfp4_pertoken.experts import linear as linear_reference
 from vllm_nvfp4_pertoken.experts.reference import Activation, ExpertWeights
 
-__all__ = ["BACKENDS", "moe"]
+__all__ = ["BACKENDS", "linear", "moe"]
 
 BACKENDS = {
     "reference": reference.moe_forward,
@@ -16,6 +18,10 @@ BACKENDS = {
 }
 
 _LIBRARY = torch.library.Library("vllm_nvfp4_pertoken", "FRAGMENT")
+_LIBRARY.define(
+    "linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor weight_scale_2, int[] part_sizes, "
+    "Tensor? input_scale, str backend) -> Tensor"
+)
 _LIBRARY.define(
     "moe(Tensor(a!) output, Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, "
     "Tensor w13, Tensor w13_scale, Tensor w13_scale_2, Tensor w2, Tensor w2_scale, "
@@ -65,4 +71,31 @@ def _moe(
 _LIBRARY.impl("moe", _moe, "CompositeExplicitAutograd")
 _LIBRARY.impl("moe", lambda *args, **kwargs: None, "Meta")
 
+
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_scale_2: torch.Tensor,
+    part_sizes: list[int],
+    input_scale: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    if backend == "cpu":
+        assert input_scale is None
+        return cpu.linear_forward(x, weight, weight_scale, weight_scale_2, part_sizes)
+    assert backend == "reference"
+    return linear_reference.linear_forward(
+        x, weight, weight_scale, weight_scale_2, part_sizes, input_scale
+    )
+
+
+def _linear_shape(x, weight, weight_scale, weight_scale_2, part_sizes, input_scale, backend):
+    return x.new_empty(x.shape[0], sum(part_sizes))
+
+
+_LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
+_LIBRARY.impl("linear", _linear_shape, "Meta")
+
+linear = torch.ops.vllm_nvfp4_pertoken.linear
 moe = torch.ops.vllm_nvfp4_pertoken.moe
