@@ -30,7 +30,7 @@ def test_fresh_export_is_served_with_its_own_values(what, dense, tmp_path):
     hidden, weights, ids = moe_inputs()
     with loaded_model(path) as (config, model):
         assert len(moe_layers(model)) == LAYERS
-        assert len(config.quant_config.linear_layers) == dense
+        assert len(config.quant_config.linear_methods) == dense
         for index, layer in enumerate(moe_layers(model)):
             expected = moe_forward(
                 hidden, weights, ids, expert_weights(tensors, index), Activation("silu")
