@@ -260,9 +260,11 @@ def test_signals_leave_no_process(tmp_path, number, status):
     mark = tmp_path / "group"
     source = f"import os; open({str(mark)!r}, 'w').write(str(os.getpid()))\n{STUBBORN_SERVER}"
     script = textwrap.dedent(f"""
-        import os, sys
+        import os, signal, sys
         from pathlib import Path
         from vllm_nvfp4_pertoken import demo, serving
+        # A shell's background job ignores SIGINT, and its children inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         from vllm_nvfp4_pertoken.cli import app
         from vllm_nvfp4_pertoken.checkpoints import convert
         serving.Server.stop.__defaults__ = (1,)
