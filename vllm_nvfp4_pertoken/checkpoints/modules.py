@@ -14,7 +14,14 @@ from fnmatch import fnmatchcase
 
 from vllm_nvfp4_pertoken.errors import CheckpointError
 
-__all__ = ["NVFP4_ALGORITHMS", "algorithm_of", "is_excluded", "stored_algorithm", "stored_formats"]
+__all__ = [
+    "NVFP4_ALGORITHMS",
+    "Packed",
+    "algorithm_of",
+    "is_excluded",
+    "stored_algorithm",
+    "stored_formats",
+]
 
 # Weights in NVFP4: these are what runs per-token.
 NVFP4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")

@@ -14,7 +14,14 @@ from vllm_nvfp4_pertoken.checkpoints.modules import NVFP4_ALGORITHMS
 from vllm_nvfp4_pertoken.errors import CheckpointError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
-__all__ = ["MIXED", "QuantDescription", "describes_modelopt", "parse_quant_config", "reconcile"]
+__all__ = [
+    "MIXED",
+    "QuantDescription",
+    "complete_description",
+    "describes_modelopt",
+    "parse_quant_config",
+    "reconcile",
+]
 
 _STATIC_ALTERNATIVE = (
     "serve it without --quantization nvfp4_per_token (vLLM then uses what the checkpoint names), "
@@ -139,6 +146,35 @@ def reconcile(
                 f"{_shown(theirs)}; config.json wins"
             )
     return config, disagreements
+
+
+def complete_description(
+    description: QuantDescription, legacy: Mapping[str, Any] | None, model: str
+) -> tuple[QuantDescription, list[str]]:
+    """What ``config.json`` says, completed by ``hf_quant_config.json`` where there is one.
+
+    Returns:
+        The description, and a sentence for every field in which the files disagree.
+
+    Raises:
+        CheckpointError: for a mixed checkpoint whose layers neither file names.
+    """
+    disagreements: list[str] = []
+    if legacy is not None:
+        source = f"hf_quant_config.json of {model}"
+        try:
+            description, disagreements = reconcile(
+                description, parse_quant_config(legacy, source=source)
+            )
+        except CheckpointError as error:
+            disagreements = [f"{error} config.json wins"]
+    if description.quant_algo == MIXED and not description.layers:
+        raise CheckpointError(
+            f"{model} is a mixed checkpoint ({MIXED}) without a map of its layers",
+            expected="'quantized_layers' in config.json or hf_quant_config.json",
+            way_out="copy hf_quant_config.json beside config.json, or export it again",
+        )
+    return description, disagreements
 
 
 def _shown(value: Any) -> str:

@@ -2,23 +2,18 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_nvfp4_pertoken.checkpoints.modules import (
-    NVFP4_ALGORITHMS,
-    algorithm_of,
-    is_excluded,
-    stored_algorithm,
-    stored_formats,
-)
+from vllm_nvfp4_pertoken.checkpoints.decide import serve_as
+from vllm_nvfp4_pertoken.checkpoints.modules import NVFP4_ALGORITHMS, is_excluded, stored_formats
 from vllm_nvfp4_pertoken.checkpoints.quant_config import (
-    MIXED,
     QuantDescription,
+    complete_description,
     parse_quant_config,
-    reconcile,
 )
 from vllm_nvfp4_pertoken.checkpoints.verify import fingerprint, read_headers, verify_checkpoint
 from vllm_nvfp4_pertoken.engine import host
@@ -130,22 +125,9 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
 
     def _complete_description(self, model_name: str, revision: str | None) -> None:
         legacy = host.get_hf_file_to_dict("hf_quant_config.json", model_name, revision)
-        if legacy is not None:
-            source = f"hf_quant_config.json of {model_name}"
-            try:
-                self.description, disagreements = reconcile(
-                    self.description, parse_quant_config(legacy, source=source)
-                )
-            except CheckpointError as error:
-                disagreements = [f"{error} config.json wins"]
-            for disagreement in disagreements:
-                logger.warning_once("nvfp4_per_token: %s.", disagreement)
-        if self.description.quant_algo == MIXED and not self.description.layers:
-            raise CheckpointError(
-                f"{model_name} is a mixed checkpoint ({MIXED}) without a map of its layers",
-                expected="'quantized_layers' in config.json or hf_quant_config.json",
-                way_out="copy hf_quant_config.json beside config.json, or export it again",
-            )
+        self.description, disagreements = complete_description(self.description, legacy, model_name)
+        for disagreement in disagreements:
+            logger.warning_once("nvfp4_per_token: %s.", disagreement)
         self.quantized_layers = dict(self.description.layers)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -211,43 +193,21 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
             )
 
     def _algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
-        """How a layer's weight is quantized: as the config says, unless the tensors say otherwise.
-
-        Raises:
-            CheckpointError: for a layer that is NVFP4 in one and FP8 in the other.
-        """
-        packed = self.packed_modules_mapping
-        declared: str | None = None
-        towers = ("vision_tower", "vision_model", "vit_large_projector")
-        if not self.is_layer_excluded(prefix) and not any(name in prefix for name in towers):
-            declared = self.description.quant_algo
-            if declared == MIXED:
-                declared = algorithm_of(prefix, self.quantized_layers, packed)
+        """How a layer's weight is quantized; modules that contradict the config are noted."""
         assert self._stored is not None
-        stored = stored_algorithm(prefix, self._stored, packed)
-        if stored is None:
-            if isinstance(layer, host.ParallelLMHead) and self._ties_head:
-                return None  # the embedding, which is not quantized
-            return declared
-        if stored == "NVFP4":
-            if declared is None:
-                self.contradictions[prefix] = stored
-                return stored
-            agree = declared in NVFP4_ALGORITHMS
-        elif stored == "FP8":
-            agree = declared is not None and "FP8" in declared
-        else:
-            if declared is not None:
-                self.contradictions[prefix] = stored
-            return None
-        if not agree:
-            raise CheckpointError(
-                f"{prefix} is stored in {stored}, and the checkpoint's config says "
-                f"{declared or 'unquantized'}",
-                expected="tensors in the format that the config names",
-                way_out="export the checkpoint again, or repair its quantization config",
-            )
-        return declared
+        # The same, in the engine's words.
+        description = replace(
+            self.description,
+            exclude_modules=tuple(self.exclude_modules),
+            layers=self.quantized_layers,
+        )
+        tied = isinstance(layer, host.ParallelLMHead) and self._ties_head
+        served = serve_as(
+            prefix, description, self._stored, self.packed_modules_mapping, tied_head=tied
+        )
+        if served.contradiction is not None:
+            self.contradictions[prefix] = served.contradiction
+        return served.algorithm
 
     def get_checkpoint_weight_mapper(self) -> Any:  # type: ignore[override]
         """vLLM asks for this when weights start to flow: drop the scales that nothing reads.
