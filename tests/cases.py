@@ -1,8 +1,9 @@
-"""Checkpoints for tests: three that ModelOpt wrote, and variants that are edited from them.
+"""Checkpoints for tests: three that ModelOpt wrote, one of llm-compressor, and edited variants.
 
 `data/` holds tiny random Qwen3-MoE models exported by ModelOpt: two layers, eight experts, hidden
 size 256, expert size 128. `modelopt-qwen3moe_experts_only` has dense layers in BF16, `…_nvfp4` in
 NVFP4, and `…_nocalib` is the latter without a calibration run, so without any input scale.
+`compressed-tensors-qwen3moe_nvfp4` is a model of the same shape from llm-compressor, all NVFP4.
 """
 
 import json
@@ -19,6 +20,7 @@ from vllm_nvfp4_pertoken.experts.reference import ExpertWeights
 DATA = Path(__file__).parent / "data"
 EXPERTS_ONLY = DATA / "modelopt-qwen3moe_experts_only"
 ALL_NVFP4 = DATA / "modelopt-qwen3moe_nvfp4"
+COMPRESSED = DATA / "compressed-tensors-qwen3moe_nvfp4"
 NO_CALIBRATION = DATA / "modelopt-qwen3moe_nocalib"
 
 HIDDEN, INTERMEDIATE, EXPERTS, LAYERS = 256, 128, 8, 2

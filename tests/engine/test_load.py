@@ -354,8 +354,8 @@ def _null_algorithm(content: dict[str, Any]) -> None:
         (_section(group_size=32), r"has group_size = 32\. Expected: 16 values per block scale"),
         (_group_size_inside, r"config_groups\.group_0\.weights\.group_size = 32\. Expected: 16"),
         (
-            _section(quant_method="compressed-tensors"),
-            r"quant_method 'compressed-tensors', which is not a ModelOpt checkpoint",
+            _section(quant_method="fp8"),
+            r"quant_method 'fp8'\. Expected: an NVFP4 checkpoint of ModelOpt .* or llm-compressor",
         ),
         (_section(kv_cache_scheme="INT4"), r"KV cache scheme 'INT4'\. Expected: FP8, NVFP4 or"),
         (_section(ignore="lm_head"), r"list of excluded modules is 'lm_head'"),

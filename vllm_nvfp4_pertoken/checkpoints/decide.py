@@ -6,6 +6,7 @@ The engine asks this for every layer it builds, ``nvfp4-pertoken inspect`` for e
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from vllm_nvfp4_pertoken.checkpoints.compressed import algorithm_of_target
 from vllm_nvfp4_pertoken.checkpoints.modules import (
     NVFP4_ALGORITHMS,
     Packed,
@@ -13,7 +14,11 @@ from vllm_nvfp4_pertoken.checkpoints.modules import (
     is_excluded,
     stored_algorithm,
 )
-from vllm_nvfp4_pertoken.checkpoints.quant_config import MIXED, QuantDescription
+from vllm_nvfp4_pertoken.checkpoints.quant_config import (
+    COMPRESSED_TENSORS,
+    MIXED,
+    QuantDescription,
+)
 from vllm_nvfp4_pertoken.errors import CheckpointError
 
 __all__ = ["Served", "serve_as"]
@@ -55,12 +60,7 @@ def serve_as(
         CheckpointError: for a module that is NVFP4 in one and FP8 in the other, or whose parts
             differ though they are served as one.
     """
-    declared: str | None = None
-    excluded = is_excluded(module, description.exclude_modules, packed)
-    if not excluded and not any(name in module for name in _TOWERS):
-        declared = description.quant_algo
-        if declared == MIXED:
-            declared = algorithm_of(module, description.layers, packed)
+    declared = _declared(module, description, packed)
     found = stored_algorithm(module, stored, packed)
     if found is None:
         # A tied head has no tensors of its own: it is the embedding, which is not quantized.
@@ -81,3 +81,16 @@ def serve_as(
             way_out="export the checkpoint again, or repair its quantization config",
         )
     return Served(declared)
+
+
+def _declared(module: str, description: QuantDescription, packed: Packed) -> str | None:
+    """What the config says of a module, in its dialect."""
+    if any(name in module for name in _TOWERS):
+        return None
+    if description.dialect == COMPRESSED_TENSORS:
+        return algorithm_of_target(module, description.layers, description.exclude_modules, packed)
+    if is_excluded(module, description.exclude_modules, packed):
+        return None
+    if description.quant_algo == MIXED:
+        return algorithm_of(module, description.layers, packed)
+    return description.quant_algo

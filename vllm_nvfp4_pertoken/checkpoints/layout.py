@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "COMPRESSED_KINDS",
     "EXPERT_TENSOR",
     "INDEX_NAME",
     "LAYOUTS",
+    "MODELOPT_KINDS",
     "ExpertLayout",
     "layout_of",
     "new_directory",
@@ -51,6 +53,19 @@ LAYOUTS = (
     ExpertLayout("Qwen3-MoE, DeepSeek-V3, GLM, Nemotron-H", "gate_proj", "up_proj", "down_proj"),
     ExpertLayout("Mixtral", "w1", "w3", "w2"),
 )
+
+# What an NVFP4 weight consists of, and what checkpoints call it. The last one of compressed-tensors
+# is the inverse of ModelOpt's.
+MODELOPT_KINDS = {
+    "weight": "weight",
+    "weight_scale": "weight_scale",
+    "weight_scale_2": "weight_scale_2",
+}
+COMPRESSED_KINDS = {
+    "weight": "weight_packed",
+    "weight_scale": "weight_scale",
+    "weight_scale_2": "weight_global_scale",
+}
 
 # One expert's tensor: container, expert, projection, kind. The container is what a router chooses
 # from, such as `model.layers.3.mlp.experts`.

@@ -16,9 +16,12 @@ from vllm_nvfp4_pertoken.errors import CheckpointError
 
 __all__ = [
     "NVFP4_ALGORITHMS",
+    "ROOTS",
     "Packed",
     "algorithm_of",
     "is_excluded",
+    "parts_of",
+    "rootless",
     "stored_algorithm",
     "stored_formats",
 ]
@@ -27,7 +30,8 @@ __all__ = [
 NVFP4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
 # Where the language model sits inside a larger one; exporters and engines disagree about it.
-_ROOTS = re.compile(r"^(?:model\.|language_model\.)+")
+_ROOT = re.compile(r"^(?:model\.|language_model\.)+")
+ROOTS = ("", "model.", "model.language_model.", "language_model.model.")
 _WILDCARDS = frozenset("*?[")
 # A routed expert's own modules, as in `experts.3.down_proj`.
 _EXPERT_CHILD = re.compile(r"^\d+\.")
@@ -38,11 +42,12 @@ _FLOATS = {"BF16": "BF16", "F16": "FP16", "F32": "FP32"}
 Packed = Mapping[str, Iterable[str]]
 
 
-def _rootless(name: str) -> str:
-    return _ROOTS.sub("", name)
+def rootless(name: str) -> str:
+    """A module's name without the place of the language model in a larger one."""
+    return _ROOT.sub("", name)
 
 
-def _parts(module: str, packed: Packed) -> list[str]:
+def parts_of(module: str, packed: Packed) -> list[str]:
     """What a fused module consists of in a checkpoint; empty for others."""
     head, _, last = module.rpartition(".")
     prefix = f"{head}." if head else ""
@@ -52,9 +57,9 @@ def _parts(module: str, packed: Packed) -> list[str]:
 def _names(module: str, pattern: str) -> bool:
     """Whether one entry of an exclude list means this module or a container around it."""
     if _WILDCARDS.intersection(pattern):
-        return fnmatchcase(module, pattern) or fnmatchcase(_rootless(module), _rootless(pattern))
-    if _ROOTS.match(pattern):
-        return f"{_rootless(module)}.".startswith(f"{_rootless(pattern)}.")
+        return fnmatchcase(module, pattern) or fnmatchcase(rootless(module), rootless(pattern))
+    if _ROOT.match(pattern):
+        return f"{rootless(module)}.".startswith(f"{rootless(pattern)}.")
     # Old exports name modules without their path, such as `lm_head` and `vision_model`.
     return f".{pattern}." in f".{module}."
 
@@ -75,13 +80,13 @@ def is_excluded(module: str, patterns: Iterable[str], packed: Packed) -> bool:
         return True
     if module.endswith(".experts"):
         # `….experts.3.down_proj` and `….experts.*.down_proj` name what is inside.
-        inside = f"{_rootless(module)}."
+        inside = f"{rootless(module)}."
         return any(
-            (_rootless(pattern).startswith(inside))
+            (rootless(pattern).startswith(inside))
             or (_WILDCARDS.intersection(pattern) and _names(f"{module}.0.down_proj", pattern))
             for pattern in patterns
         )
-    parts = _parts(module, packed)
+    parts = parts_of(module, packed)
     excluded = [part for part in parts if any(_names(part, pattern) for pattern in patterns)]
     if excluded and len(excluded) < len(parts):
         raise CheckpointError(
@@ -104,13 +109,13 @@ def algorithm_of(module: str, layers: Mapping[str, str], packed: Packed) -> str 
     Raises:
         CheckpointError: if parts of a module that is served as one have different algorithms.
     """
-    name = _rootless(module)
-    own = {_rootless(key): value for key, value in layers.items()}
+    name = rootless(module)
+    own = {rootless(key): value for key, value in layers.items()}
     if name in own:
         return own[name]
     found = {key: value for key, value in own.items() if key.startswith(f"{name}.")}
     if not found:
-        parts = [_rootless(part) for part in _parts(module, packed)]
+        parts = [rootless(part) for part in parts_of(module, packed)]
         if any(part in own for part in parts):
             found = {part: own.get(part, "none") for part in parts}
     if not found and name.endswith(".experts"):
@@ -182,7 +187,7 @@ def stored_algorithm(module: str, stored: Mapping[str, str], packed: Packed) -> 
     """
     if module in stored:
         return stored[module]
-    found = {part: stored[part] for part in _parts(module, packed) if part in stored}
+    found = {part: stored[part] for part in parts_of(module, packed) if part in stored}
     if len(set(found.values())) > 1:
         raise CheckpointError(
             f"{module}: "

@@ -15,7 +15,9 @@ from vllm_nvfp4_pertoken.errors import CheckpointError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
 __all__ = [
+    "COMPRESSED_TENSORS",
     "MIXED",
+    "STATIC_ALTERNATIVE",
     "QuantDescription",
     "complete_description",
     "describes_modelopt",
@@ -23,7 +25,7 @@ __all__ = [
     "reconcile",
 ]
 
-_STATIC_ALTERNATIVE = (
+STATIC_ALTERNATIVE = (
     "serve it without --quantization nvfp4_per_token (vLLM then uses what the checkpoint names), "
     "or export it again as NVFP4"
 )
@@ -32,11 +34,12 @@ _STATIC_ALTERNATIVE = (
 # What ModelOpt 0.46 and 0.47 append to every module name of a Nemotron-H model.
 _SENTINEL = re.compile(r"\.?\x00.*$", re.DOTALL)
 MIXED = "MIXED_PRECISION"
+COMPRESSED_TENSORS = "compressed-tensors"
 
 
 @dataclass(frozen=True)
 class QuantDescription:
-    """What a ModelOpt quantization section says, in one dialect.
+    """What a quantization section says.
 
     Attributes:
         quant_algo: ``"NVFP4"``, ``"W4A16_NVFP4"`` (weights only: activations were meant to stay in
@@ -45,7 +48,9 @@ class QuantDescription:
         kv_cache_quant_algo: ``"FP8"``, ``"NVFP4"`` or None.
         exclude_modules: module names and wildcards that stay unquantized.
         layers: of a mixed checkpoint, module to algorithm; empty where ``config.json`` leaves the
-            map to ``hf_quant_config.json``.
+            map to ``hf_quant_config.json``. Of compressed-tensors, target to algorithm.
+        dialect: ``"modelopt"`` or ``"compressed-tensors"``: how names of modules are written, and
+            which tensors a weight consists of.
     """
 
     quant_algo: str
@@ -53,6 +58,7 @@ class QuantDescription:
     kv_cache_quant_algo: str | None
     exclude_modules: tuple[str, ...]
     layers: Mapping[str, str] = field(default_factory=dict)
+    dialect: str = "modelopt"
 
 
 def describes_modelopt(config: Mapping[str, Any]) -> bool:
@@ -83,12 +89,18 @@ def parse_quant_config(config: Mapping[str, Any], *, source: str) -> QuantDescri
         CheckpointError: for another quantization method or algorithm, another group size, or a
             section of the wrong shape.
     """
+    if config.get("quant_method") == COMPRESSED_TENSORS:
+        # Here, because most checkpoints need neither it nor the package that it stands on.
+        from vllm_nvfp4_pertoken.checkpoints.compressed import parse_compressed_tensors
+
+        return parse_compressed_tensors(config, source=source)
     if not describes_modelopt(config):
         method = config.get("quant_method")
         raise CheckpointError(
-            f"{source} has quant_method {method!r}, which is not a ModelOpt checkpoint",
-            expected='a ModelOpt NVFP4 checkpoint (quant_method "modelopt", quant_algo "NVFP4")',
-            way_out=_STATIC_ALTERNATIVE,
+            f"{source} has quant_method {method!r}",
+            expected='an NVFP4 checkpoint of ModelOpt (quant_method "modelopt") or llm-compressor '
+            '("compressed-tensors")',
+            way_out=STATIC_ALTERNATIVE,
         )
     section = config.get("quantization", config)
     if not isinstance(section, Mapping):
@@ -233,7 +245,7 @@ def _algorithm(section: Mapping[str, Any], source: str) -> str:
     raise CheckpointError(
         f"{source} has quant_algo {raw!r}{why}",
         expected="quant_algo 'NVFP4', 'W4A16_NVFP4' or 'MIXED_PRECISION'",
-        way_out=_STATIC_ALTERNATIVE,
+        way_out=STATIC_ALTERNATIVE,
     )
 
 
@@ -255,7 +267,7 @@ def _group_size(section: Mapping[str, Any], source: str) -> int:
             raise CheckpointError(
                 f"{source} has {where} = {size!r}",
                 expected=f"{BLOCK_SIZE} values per block scale, which defines NVFP4",
-                way_out=_STATIC_ALTERNATIVE,
+                way_out=STATIC_ALTERNATIVE,
             )
     return BLOCK_SIZE
 

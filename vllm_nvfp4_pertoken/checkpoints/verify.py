@@ -16,7 +16,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from vllm_nvfp4_pertoken.checkpoints.layout import EXPERT_TENSOR, INDEX_NAME, LAYOUTS
+from vllm_nvfp4_pertoken.checkpoints.layout import (
+    COMPRESSED_KINDS,
+    EXPERT_TENSOR,
+    INDEX_NAME,
+    LAYOUTS,
+    MODELOPT_KINDS,
+)
 from vllm_nvfp4_pertoken.errors import CheckpointError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
@@ -125,7 +131,7 @@ def verify_checkpoint(
 ) -> CheckpointSummary:
     """Check that every expert tensor of an NVFP4 checkpoint is there and has its shape and dtype.
 
-    Activation scales (``input_scale``) are not looked at: nothing reads them.
+    Activation scales are not looked at: nothing reads them.
 
     Args:
         path: the checkpoint's directory.
@@ -195,7 +201,9 @@ def _check_container(
     """Problems of one MoE layer, each with the tensor's name and what was found and expected."""
     projections = sorted({projection for _, projection in container})
     count = max(1 + max(expert for expert, _ in container), num_experts or 0)
-    sizes = _layer_sizes(container)
+    compressed = any(COMPRESSED_KINDS["weight"] in kinds for kinds in container.values())
+    names = COMPRESSED_KINDS if compressed else MODELOPT_KINDS
+    sizes = _layer_sizes(container, names["weight"])
     for expert in range(count):
         for projection in projections:
             kinds = container.get((expert, projection), {})
@@ -207,9 +215,9 @@ def _check_container(
                 )
             rows, columns = sizes[projection]
             expected = {
-                "weight": ("U8", (rows, columns // 2)),
-                "weight_scale": ("F8_E4M3", (rows, columns // BLOCK_SIZE)),
-                "weight_scale_2": ("F32", ()),
+                names["weight"]: ("U8", (rows, columns // 2)),
+                names["weight_scale"]: ("F8_E4M3", (rows, columns // BLOCK_SIZE)),
+                names["weight_scale_2"]: ("F32", ()),
             }
             for kind, (dtype, shape) in expected.items():
                 header = kinds.get(kind)
@@ -227,12 +235,13 @@ def _check_container(
 
 def _layer_sizes(
     container: Mapping[tuple[int, str], Mapping[str, TensorHeader]],
+    weight_name: str,
 ) -> dict[str, tuple[int, int]]:
     """Rows and columns of each projection's matrix, as most of the layer's experts have them."""
     votes: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
     for (_, projection), kinds in container.items():
         votes[projection]
-        weight = kinds.get("weight")
+        weight = kinds.get(weight_name)
         if weight is not None and len(weight.shape) == 2:
             votes[projection][(weight.shape[0], 2 * weight.shape[1])] += 1
     sizes = {
@@ -286,7 +295,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(
             f"{file} does not exist",
-            expected="a checkpoint directory as ModelOpt exports it",
+            expected="a checkpoint directory as ModelOpt or llm-compressor exports it",
             way_out="check the path, and that the download or export finished",
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from vllm_nvfp4_pertoken.checkpoints.compressed import renamed
 from vllm_nvfp4_pertoken.checkpoints.decide import serve_as
+from vllm_nvfp4_pertoken.checkpoints.layout import COMPRESSED_KINDS
 from vllm_nvfp4_pertoken.checkpoints.modules import NVFP4_ALGORITHMS, is_excluded, stored_formats
 from vllm_nvfp4_pertoken.checkpoints.quant_config import (
+    COMPRESSED_TENSORS,
     QuantDescription,
     complete_description,
     parse_quant_config,
@@ -21,7 +24,7 @@ from vllm_nvfp4_pertoken.engine.linear import make_linear_method
 from vllm_nvfp4_pertoken.engine.moe import ModelOptNvFp4PerTokenMoEMethod
 from vllm_nvfp4_pertoken.engine.options import Options
 from vllm_nvfp4_pertoken.engine.registration import NAME
-from vllm_nvfp4_pertoken.errors import CheckpointError, PerTokenError
+from vllm_nvfp4_pertoken.errors import CheckpointError, PerTokenError, UnsupportedError
 
 __all__ = ["NvFp4PerTokenConfig"]
 
@@ -33,6 +36,13 @@ _EXPERT_INPUT_SCALE = re.compile(r"\bexperts\..*input_scale$")
 # Layers for speculative decoding, which checkpoints carry beside the model's.
 _DRAFT = re.compile(r"^(?:model\.)?mtp\.")
 _ANY_INPUT_SCALE = re.compile(r"\binput_scale$|_input_scale$")
+# compressed-tensors' names to ours; its activation scales have no parameter either.
+_COMPRESSED: dict[re.Pattern[str], str | None] = {
+    re.compile(rf"\.{theirs}$"): f".{ours}"
+    for ours, theirs in COMPRESSED_KINDS.items()
+    if ours != theirs
+}
+_COMPRESSED[re.compile(r"\.input_global_scale$")] = None
 
 
 class _KVCacheMethod(host.ModelOptKVCacheMethod):
@@ -45,14 +55,27 @@ class _KVCacheMethod(host.ModelOptKVCacheMethod):
         super().process_weights_after_loading(layer)
 
 
-class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
-    """ModelOpt NVFP4 whose experts run with per-token activation scales.
+class _CompressedKVCacheMethod(host.CompressedTensorsKVCacheMethod):
+    """The same for compressed-tensors; reads ``kv_cache_scheme`` of the config."""
 
-    Excluded modules, KV-cache scales and names are handled as vLLM does for ModelOpt; what differs
-    is which methods the layers get, and that nothing is served when something is missing.
+    quant_config: "NvFp4PerTokenConfig"
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.quant_config.announce()
+        super().process_weights_after_loading(layer)
+
+
+class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
+    """NVFP4 whose experts run with per-token activation scales.
+
+    KV-cache scales and names are handled as vLLM does for ModelOpt or compressed-tensors; what
+    differs is which methods the layers get, and that nothing is served when something is missing.
     """
 
-    KVCacheMethodCls = _KVCacheMethod
+    # Under the names that vLLM's compressed-tensors config has; None for ModelOpt.
+    kv_cache_scheme: dict[str, Any] | None = None
+    total_num_heads: int | None = None
+    total_num_kv_heads: int | None = None
 
     def __init__(self, description: QuantDescription) -> None:
         super().__init__(
@@ -105,7 +128,19 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "NvFp4PerTokenConfig":
-        return cls(parse_quant_config(config, source="the checkpoint's quantization config"))
+        description = parse_quant_config(config, source="the checkpoint's quantization config")
+        self = cls(description)
+        if self.is_compressed:
+            self.kv_cache_scheme = config.get("kv_cache_scheme")
+            # vLLM puts them there.
+            self.total_num_heads = config.get("total_num_heads")
+            self.total_num_kv_heads = config.get("total_num_kv_heads")
+        return self
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the checkpoint is compressed-tensors': other names, and inverse second scales."""
+        return self.description.dialect == COMPRESSED_TENSORS
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
@@ -132,8 +167,16 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Bring names of the checkpoint into the engine's words; vLLM calls this per model."""
-        super().apply_vllm_mapper(hf_to_vllm_mapper)
-        self.quantized_layers = hf_to_vllm_mapper.apply_dict(self.quantized_layers)
+        if self.is_compressed:
+            names = renamed(self.exclude_modules, hf_to_vllm_mapper.map_name)
+            self.exclude_modules = list(names.values())
+            targets = renamed(self.quantized_layers, hf_to_vllm_mapper.map_name)
+            self.quantized_layers = {
+                new: self.quantized_layers[old] for old, new in targets.items()
+            }
+        else:
+            super().apply_vllm_mapper(hf_to_vllm_mapper)
+            self.quantized_layers = hf_to_vllm_mapper.apply_dict(self.quantized_layers)
         mapped = ((hf_to_vllm_mapper.map_name(name), *rest) for name, *rest in self._tensors)
         self._tensors = [(name, *rest) for name, *rest in mapped if name is not None]
 
@@ -141,7 +184,9 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
         """The method of one layer: per-token, another format of the checkpoint, or none."""
         self._look_at_engine()
         if isinstance(layer, (host.Attention, host.MLAAttention)):
-            return self.KVCacheMethodCls(self)
+            if self.is_compressed:
+                return _CompressedKVCacheMethod(self)  # type: ignore[arg-type]
+            return _KVCacheMethod(self)
         if not isinstance(layer, (host.RoutedExperts, host.LinearBase, host.ParallelLMHead)):
             return None
         algorithm = self._algorithm(layer, prefix)
@@ -183,8 +228,15 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
         text_config = vllm_config.model_config.hf_text_config
         self._ties_head = bool(getattr(text_config, "tie_word_embeddings", False))
         self._stored = stored_formats(self._tensors)
+        if self.is_compressed and self.options.linear == "static":
+            raise UnsupportedError(
+                "the option 'linear' is 'static', and the checkpoint is compressed-tensors'",
+                expected="linear: per_token for checkpoints of llm-compressor",
+                way_out="leave the option out",
+            )
         cache_dtype, scheme = vllm_config.cache_config.cache_dtype, self.kv_cache_quant_algo
-        if scheme is not None and cache_dtype == "auto":
+        # Of compressed-tensors, vLLM's attention layers take the scheme over by themselves.
+        if scheme is not None and cache_dtype == "auto" and not self.is_compressed:
             logger.warning_once(
                 "nvfp4_per_token: the checkpoint was made for a KV cache in %s, and the engine "
                 "runs it in the model's dtype; --kv-cache-dtype %s chooses.",
@@ -226,12 +278,12 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
         assert self.options is not None
         drop_all = self.options.linear == "per_token" and not self.keeps_input_scales
         pattern = _ANY_INPUT_SCALE if drop_all else _EXPERT_INPUT_SCALE
-        dropped = {pattern: None}
+        renames = {**_COMPRESSED, pattern: None} if self.is_compressed else {pattern: None}
         if not self._is_draft:
             # Layers of a draft beside the model's own, which most models do not expect.
-            dropped[_DRAFT] = None
+            renames[_DRAFT] = None
         return super().get_checkpoint_weight_mapper() | host.WeightsMapper(
-            orig_to_new_regex=dropped
+            orig_to_new_regex=renames
         )
 
     def announce(self) -> None:

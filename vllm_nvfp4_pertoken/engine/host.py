@@ -9,6 +9,7 @@ name                                    why, and what would replace it
 ``register_quantization_config``        public; makes the quantization names known
 ``ModelOptNvFp4Config``                 excluded modules, KV-cache methods and dense layers as stock
 ``ModelOptKVCacheMethod``               KV-cache scales of ModelOpt checkpoints
+``CompressedTensorsKVCacheMethod``      those of compressed-tensors checkpoints
 ``resolve``, ``ModelOptLinearMethod``   dense NVFP4 layers with static scales, until all are ours
 ``ModelOptMixedPrecisionConfig``        the methods of layers in other formats; ``LINEAR_ALGOS``
                                         says which formats it knows
@@ -46,6 +47,9 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsKVCacheMethod,
+)
 from vllm.model_executor.layers.quantization.modelopt import (
     LINEAR_ALGOS,
     ModelOptKVCacheMethod,
@@ -69,6 +73,7 @@ from vllm_nvfp4_pertoken.errors import PerTokenError, UnsupportedError
 __all__ = [
     "TESTED_VLLM",
     "Attention",
+    "CompressedTensorsKVCacheMethod",
     "FusedMoEConfig",
     "FusedMoEMethodBase",
     "FusedMoEQuantConfig",

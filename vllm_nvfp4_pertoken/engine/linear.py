@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_nvfp4_pertoken.engine import host
-from vllm_nvfp4_pertoken.engine.loading import damaged_scales, zero_dead_blocks
+from vllm_nvfp4_pertoken.engine.loading import damaged_scales, invert_, zero_dead_blocks
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
 from vllm_nvfp4_pertoken.experts import cpu, ops
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
@@ -136,10 +136,14 @@ class PerTokenLinearMethod(host.LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         self.quant_config.announce()
         scale_2 = layer.weight_scale_2.data
+        if self.quant_config.is_compressed:
+            invert_(scale_2)
         if not bool((scale_2.isfinite() & (scale_2 >= 0)).all()):
             raise CheckpointError(
-                f"{self.prefix}: weight_scale_2 is {scale_2.tolist()} (nan: absent)",
-                expected="a finite weight_scale_2 for every part of the layer",
+                f"{self.prefix}: weight_scale_2 is {scale_2.tolist()} (nan: absent, or a "
+                "weight_global_scale without an inverse)",
+                expected="a finite weight_scale_2, or a positive weight_global_scale, for every "
+                "part of the layer",
                 way_out="export or send the checkpoint again",
             )
         parts = layer.weight_scale.data.split(layer.logical_widths)

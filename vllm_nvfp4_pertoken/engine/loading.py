@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from vllm_nvfp4_pertoken.checkpoints.layout import COMPRESSED_KINDS, MODELOPT_KINDS
 from vllm_nvfp4_pertoken.engine import host
 from vllm_nvfp4_pertoken.errors import CheckpointError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
-__all__ = ["ExpertLoading", "damaged_scales", "zero_dead_blocks"]
+__all__ = ["ExpertLoading", "damaged_scales", "invert_", "zero_dead_blocks"]
 
 _SHOWN_MISSING = 5
 # E4M3 bytes: sign, four bits of exponent, three of mantissa; all ones but the sign is NaN.
@@ -38,6 +39,19 @@ def zero_dead_blocks(scale_2: torch.Tensor, block_scale: torch.Tensor) -> None:
     blocks.masked_fill_(dead, 0)
 
 
+def invert_(scales: torch.Tensor) -> None:
+    """compressed-tensors' ``weight_global_scale`` to ``weight_scale_2``, in place.
+
+    Rounded to fp32 once, so within half an ulp of the inverse, and exact for powers of two. What
+    is no positive, finite number becomes NaN, which is refused.
+
+    Args:
+        scales: float32, any shape.
+    """
+    usable = scales.isfinite() & (scales > 0)
+    scales.copy_(torch.where(usable, scales.reciprocal(), torch.nan))
+
+
 def damaged_scales(block_scale: torch.Tensor, keep: int = 0) -> torch.Tensor:
     """Whether block scales hold NaN or negative ones: bool, of the first ``keep`` dimensions."""
     blocks = block_scale.view(torch.uint8).flatten(keep)
@@ -50,11 +64,15 @@ class ExpertLoading:
     Args:
         moe: vLLM's description of the layer.
         prefix: the layer's name, as in ``model.layers.0.mlp.experts``.
+        compressed: the checkpoint is compressed-tensors'.
     """
 
-    def __init__(self, moe: host.FusedMoEConfig, prefix: str) -> None:
+    def __init__(self, moe: host.FusedMoEConfig, prefix: str, compressed: bool = False) -> None:
         self.moe = moe
         self.prefix = prefix
+        self.compressed = compressed
+        # Kinds of tensors in the checkpoint's words.
+        self.kinds = COMPRESSED_KINDS if compressed else MODELOPT_KINDS
         # Per parameter, the local experts and shards whose checkpoint tensors have arrived.
         self._loaded: dict[str, set[tuple[int, str]]] = defaultdict(set)
 
@@ -148,7 +166,7 @@ class ExpertLoading:
             "w2": layer.ckpt_down_proj_name,
             "w3": layer.ckpt_up_proj_name,
         }[shard_id]
-        kind = name.partition("_")[2]
+        kind = self.kinds[name.partition("_")[2]]
         return f"{self.prefix}.{expert_id}.{projection}.{kind}"
 
     def _expected_slices(self, layer: Any) -> Iterator[tuple[str, int, str]]:
@@ -177,7 +195,7 @@ class ExpertLoading:
             f"{self.prefix}: {len(missing)} expert tensors were not in the checkpoint: "
             + ", ".join(names)
             + (f" and {more} more" if more else ""),
-            expected="weight, weight_scale and weight_scale_2 of every expert's projections",
+            expected=f"{', '.join(self.kinds.values())} of every expert's projections",
             way_out="export or send the checkpoint again",
         )
 
@@ -185,6 +203,8 @@ class ExpertLoading:
         """Zero the blocks of all-zero experts; refuse scales that no exporter means."""
         for stem in ("w13", "w2"):
             scale_2 = getattr(layer, f"{stem}_weight_scale_2").data
+            if self.compressed:
+                invert_(scale_2)
             shards = scale_2.view(scale_2.shape[0], -1)
             blocks = getattr(layer, f"{stem}_weight_scale").data.view(torch.uint8)
             blocks = blocks.view(*shards.shape, -1)  # expert, shard, bytes
@@ -198,11 +218,12 @@ class ExpertLoading:
                     continue
                 expert, shard = where.nonzero()[0].tolist()
                 shard_id = "w2" if stem == "w2" else ("w1", "w3")[shard]
-                value = (
-                    f"{shards[expert, shard].item()}"
-                    if kind == "weight_scale_2"
-                    else "NaN or negative in places"
-                )
+                if kind == "weight_scale":
+                    value = "NaN or negative in places"
+                elif self.compressed:
+                    value = "not a positive, finite number"
+                else:
+                    value = f"{shards[expert, shard].item()}"
                 raise CheckpointError(
                     self._tensor_name(
                         layer, f"{stem}_{kind}", shard_id, self._global_expert(layer, expert)

@@ -32,7 +32,7 @@ class ModelOptNvFp4PerTokenMoEMethod(host.FusedMoEMethodBase):
         self.prefix = prefix
         self.experts_cls = PerTokenExperts
         self.choice = choose_experts(layer, moe_config, prefix)
-        self.loading = ExpertLoading(moe_config, prefix)
+        self.loading = ExpertLoading(moe_config, prefix, quant_config.is_compressed)
         self.experts: PerTokenExperts | None = None
 
     def uses_weight_scale_2_pattern(self) -> bool:
