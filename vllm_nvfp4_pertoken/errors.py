@@ -21,6 +21,7 @@ class PerTokenError(ValueError):
         if way_out:
             parts.append(f"Way out: {way_out.rstrip('.')}.")
         super().__init__(" ".join(parts))
+        self.found, self.expected, self.way_out = found, expected, way_out
 
 
 class CheckpointError(PerTokenError):

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -29,8 +29,11 @@ from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 __all__ = [
     "CheckpointSummary",
     "TensorHeader",
+    "WrongTensor",
+    "find_wrong_tensors",
     "fingerprint",
     "read_headers",
+    "read_json",
     "tensor_bytes",
     "verify_checkpoint",
 ]
@@ -53,6 +56,19 @@ class TensorHeader:
     @property
     def nbytes(self) -> int:
         return tensor_bytes(self.dtype, self.shape)
+
+
+class WrongTensor(NamedTuple):
+    """A tensor that is not as it must be; ``file`` is None for one that is missing."""
+
+    name: str
+    file: Path | None
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        where = f" in {self.file.name}" if self.file is not None else ""
+        return f"{self.name}{where} is {self.found}, expected {self.expected}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +104,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     index = path / INDEX_NAME
     mapping: Mapping[str, str] | None = None
     if index.is_file():
-        mapping = _read_json(index).get("weight_map")
+        mapping = read_json(index).get("weight_map")
         if not isinstance(mapping, Mapping):
             raise CheckpointError(
                 f"{index} has no 'weight_map'",
@@ -141,7 +157,41 @@ def verify_checkpoint(
         CheckpointError: that names the file, the tensor, what was found and what was expected.
     """
     headers = read_headers(path) if headers is None else headers
-    config = _read_json(path / "config.json")
+    summary, problems = find_wrong_tensors(headers, read_json(path / "config.json"))
+    if problems:
+        more = len(problems) - _SHOWN_PROBLEMS
+        tail = f"; and {more} more" if more > 0 else ""
+        raise CheckpointError(
+            f"{path} is not a complete NVFP4 checkpoint: "
+            + "; ".join(map(str, problems[:_SHOWN_PROBLEMS]))
+            + tail,
+            way_out="export or copy the checkpoint again",
+        )
+    if not summary["moe_layers"]:
+        raise CheckpointError(
+            f"{path} has no NVFP4 experts: {summary['other_moe_layers']} MoE layers in other "
+            "formats, "
+            f"{summary['dense_layers']} NVFP4 dense layers",
+            expected="a mixture-of-experts model whose experts are NVFP4",
+            way_out="serve it without --quantization nvfp4_per_token",
+        )
+    return CheckpointSummary(
+        moe_layers=summary["moe_layers"],
+        unquantized_moe_layers=summary["unquantized_moe_layers"],
+        dense_layers=summary["dense_layers"],
+        expert_bytes=summary["expert_bytes"],
+    )
+
+
+def find_wrong_tensors(
+    headers: Mapping[str, TensorHeader], config: Mapping[str, Any]
+) -> tuple[Counter[str], list[WrongTensor]]:
+    """What :func:`verify_checkpoint` counts, and every expert tensor that is wrong, in order.
+
+    Args:
+        headers: from :func:`read_headers`.
+        config: the content of ``config.json``, for the number of experts.
+    """
     containers: dict[str, dict[tuple[int, str], dict[str, TensorHeader]]] = defaultdict(
         lambda: defaultdict(dict)
     )
@@ -155,7 +205,7 @@ def verify_checkpoint(
             packed_elsewhere.append(header)
 
     summary = Counter[str]()
-    problems: list[str] = []
+    problems: list[WrongTensor] = []
     for name, container in containers.items():
         tensors = [header for kinds in container.values() for header in kinds.values()]
         if not any(header.dtype == "U8" for header in tensors):
@@ -169,36 +219,16 @@ def verify_checkpoint(
             summary["moe_layers"] += header.name.endswith(("gate_up_proj", "up_proj"))
         else:
             summary["dense_layers"] += 1
-    if problems:
-        more = len(problems) - _SHOWN_PROBLEMS
-        tail = f"; and {more} more" if more > 0 else ""
-        raise CheckpointError(
-            f"{path} is not a complete NVFP4 checkpoint: "
-            + "; ".join(problems[:_SHOWN_PROBLEMS])
-            + tail,
-            way_out="export or copy the checkpoint again",
-        )
-    if not summary["moe_layers"]:
-        raise CheckpointError(
-            f"{path} has no NVFP4 experts: {len(containers)} MoE layers in other formats, "
-            f"{summary['dense_layers']} NVFP4 dense layers",
-            expected="a mixture-of-experts model whose experts are NVFP4",
-            way_out="serve it without --quantization nvfp4_per_token",
-        )
-    return CheckpointSummary(
-        moe_layers=summary["moe_layers"],
-        unquantized_moe_layers=summary["unquantized_moe_layers"],
-        dense_layers=summary["dense_layers"],
-        expert_bytes=summary["expert_bytes"],
-    )
+    summary["other_moe_layers"] = len(containers) - summary["moe_layers"]
+    return summary, problems
 
 
 def _check_container(
     name: str,
     container: Mapping[tuple[int, str], Mapping[str, TensorHeader]],
     num_experts: int | None,
-) -> Iterable[str]:
-    """Problems of one MoE layer, each with the tensor's name and what was found and expected."""
+) -> Iterable[WrongTensor]:
+    """What is wrong in one MoE layer."""
     projections = sorted({projection for _, projection in container})
     count = max(1 + max(expert for expert, _ in container), num_experts or 0)
     compressed = any(COMPRESSED_KINDS["weight"] in kinds for kinds in container.values())
@@ -209,9 +239,11 @@ def _check_container(
             kinds = container.get((expert, projection), {})
             prefix = f"{name}.{expert}.{projection}"
             if "pre_quant_scale" in kinds:
-                yield (
-                    f"{prefix}.pre_quant_scale is there (an AWQ or SVDQuant export), which the "
-                    "per-token kernels cannot apply"
+                yield WrongTensor(
+                    f"{prefix}.pre_quant_scale",
+                    kinds["pre_quant_scale"].file,
+                    "there (an AWQ or SVDQuant export)",
+                    "none, as the per-token kernels cannot apply it",
                 )
             rows, columns = sizes[projection]
             expected = {
@@ -222,14 +254,16 @@ def _check_container(
             for kind, (dtype, shape) in expected.items():
                 header = kinds.get(kind)
                 if header is None:
-                    yield f"{prefix}.{kind} is missing"
+                    yield WrongTensor(f"{prefix}.{kind}", None, "missing", f"{dtype} {list(shape)}")
                     continue
                 # A scalar may also be stored with one dimension of one element.
                 same_shape = header.shape == shape or (not shape and header.shape == (1,))
                 if not same_shape or header.dtype != dtype:
-                    yield (
-                        f"{prefix}.{kind} in {header.file.name} is {header.dtype} "
-                        f"{list(header.shape)}, expected {dtype} {list(shape)}"
+                    yield WrongTensor(
+                        f"{prefix}.{kind}",
+                        header.file,
+                        f"{header.dtype} {list(header.shape)}",
+                        f"{dtype} {list(shape)}",
                     )
 
 
@@ -289,7 +323,7 @@ def _read_file(file: Path) -> Iterable[TensorHeader]:
         ) from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except FileNotFoundError:
