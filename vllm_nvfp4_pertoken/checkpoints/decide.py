@@ -3,6 +3,7 @@
 The engine asks this for every layer it builds, ``nvfp4-pertoken inspect`` for every module it sees.
 """
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -21,7 +22,10 @@ from vllm_nvfp4_pertoken.checkpoints.quant_config import (
 )
 from vllm_nvfp4_pertoken.errors import CheckpointError
 
-__all__ = ["Served", "serve_as"]
+__all__ = ["DRAFT", "Served", "serve_as"]
+
+# Layers for speculative decoding, which checkpoints carry beside the model's.
+DRAFT = re.compile(r"^(?:model\.)?mtp\.")
 
 # Parts of multimodal models that exporters leave alone, and often do not list.
 _TOWERS = ("vision_tower", "vision_model", "vit_large_projector")

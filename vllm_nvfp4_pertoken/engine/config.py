@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_nvfp4_pertoken.checkpoints.compressed import renamed
-from vllm_nvfp4_pertoken.checkpoints.decide import serve_as
+from vllm_nvfp4_pertoken.checkpoints.decide import DRAFT, serve_as
 from vllm_nvfp4_pertoken.checkpoints.layout import COMPRESSED_KINDS
 from vllm_nvfp4_pertoken.checkpoints.modules import NVFP4_ALGORITHMS, is_excluded, stored_formats
 from vllm_nvfp4_pertoken.checkpoints.quant_config import (
@@ -33,8 +33,6 @@ logger = host.init_logger("vllm.nvfp4_per_token")
 # Expert activation scales as checkpoints name them: `experts.3.up_proj.input_scale`, or fused
 # `experts.gate_up_proj_input_scale`.
 _EXPERT_INPUT_SCALE = re.compile(r"\bexperts\..*input_scale$")
-# Layers for speculative decoding, which checkpoints carry beside the model's.
-_DRAFT = re.compile(r"^(?:model\.)?mtp\.")
 _ANY_INPUT_SCALE = re.compile(r"\binput_scale$|_input_scale$")
 # compressed-tensors' names to ours; its activation scales have no parameter either.
 _COMPRESSED: dict[re.Pattern[str], str | None] = {
@@ -281,7 +279,7 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
         renames = {**_COMPRESSED, pattern: None} if self.is_compressed else {pattern: None}
         if not self._is_draft:
             # Layers of a draft beside the model's own, which most models do not expect.
-            renames[_DRAFT] = None
+            renames[DRAFT] = None
         return super().get_checkpoint_weight_mapper() | host.WeightsMapper(
             orig_to_new_regex=renames
         )

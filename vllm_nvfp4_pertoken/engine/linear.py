@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_nvfp4_pertoken.checkpoints.scales import damaged_scales, invert_, zero_dead_blocks
 from vllm_nvfp4_pertoken.engine import host
-from vllm_nvfp4_pertoken.engine.loading import damaged_scales, invert_, zero_dead_blocks
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
 from vllm_nvfp4_pertoken.experts import cpu, ops
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
