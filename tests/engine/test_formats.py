@@ -160,7 +160,8 @@ def not_a_cpu(monkeypatch):
 
     from vllm_nvfp4_pertoken.engine import host
 
-    monkeypatch.setattr(host, "current_platform", SimpleNamespace(device_type="other"))
+    other = SimpleNamespace(device_type="other", is_rocm=lambda: False, is_cuda=lambda: False)
+    monkeypatch.setattr(host, "current_platform", other)
     monkeypatch.setattr(
         modelopt.ModelOptLinearMethod, "process_weights_after_loading", lambda self, layer: None
     )
