@@ -32,15 +32,14 @@ def engine_config(model: Path | str, **arguments: Any) -> Any:
 
 
 @contextmanager
-def loaded_model(model: Path | str, **arguments: Any) -> Iterator[Any]:
-    """The model as a worker loads it; yields (vllm_config, model)."""
+def worker(model: Path | str, **arguments: Any) -> Iterator[Any]:
+    """What a worker has before it makes a model; yields vllm_config."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import (
         cleanup_dist_env_and_memory,
         init_distributed_environment,
         initialize_model_parallel,
     )
-    from vllm.model_executor.model_loader import get_model
     from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
     _set_torch_accelerator_to_noop()  # as the CPU worker does: there is no accelerator to empty
@@ -56,9 +55,18 @@ def loaded_model(model: Path | str, **arguments: Any) -> Iterator[Any]:
         initialize_model_parallel(1, 1)
         try:
             with torch.no_grad():
-                yield config, get_model(vllm_config=config)
+                yield config
         finally:
             cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def loaded_model(model: Path | str, **arguments: Any) -> Iterator[Any]:
+    """The model as a worker loads it; yields (vllm_config, model)."""
+    from vllm.model_executor.model_loader import get_model
+
+    with worker(model, **arguments) as config:
+        yield config, get_model(vllm_config=config)
 
 
 def moe_layers(model: Any) -> list[Any]:

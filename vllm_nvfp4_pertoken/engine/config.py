@@ -20,6 +20,8 @@ from vllm_nvfp4_pertoken.checkpoints.quant_config import (
 )
 from vllm_nvfp4_pertoken.checkpoints.verify import fingerprint, read_headers, verify_checkpoint
 from vllm_nvfp4_pertoken.engine import host
+from vllm_nvfp4_pertoken.engine.experts import choose_experts
+from vllm_nvfp4_pertoken.engine.flashinfer import ModelOptNvFp4FlashInferMoEMethod
 from vllm_nvfp4_pertoken.engine.linear import make_linear_method
 from vllm_nvfp4_pertoken.engine.moe import ModelOptNvFp4PerTokenMoEMethod
 from vllm_nvfp4_pertoken.engine.options import Options
@@ -199,7 +201,12 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
             self.linear_methods[prefix] = make_linear_method(self, self.options.linear, prefix)
             return self.linear_methods[prefix]
         assert isinstance(layer, host.RoutedExperts)
-        method = ModelOptNvFp4PerTokenMoEMethod(self, layer, prefix)
+        choice = choose_experts(layer, layer.moe_config, prefix)
+        on_flashinfer = choice.name.startswith("flashinfer")
+        method_cls = (
+            ModelOptNvFp4FlashInferMoEMethod if on_flashinfer else ModelOptNvFp4PerTokenMoEMethod
+        )
+        method = method_cls(self, layer, prefix, choice)
         self.moe_methods[prefix] = method
         return method
 

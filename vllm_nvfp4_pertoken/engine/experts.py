@@ -1,5 +1,6 @@
 """Our experts behind vLLM's modular interface, which brings TP, EP and DP around them."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,13 +32,17 @@ def choose_experts(layer: Any, moe_config: host.FusedMoEConfig, prefix: str) -> 
             expected="one of " + ", ".join(sorted(ACTIVATIONS)),
             way_out="serve this model without --quantization nvfp4_per_token",
         )
-    return choose(machine_facts(str(moe_config.moe_backend)), layer_facts(layer, moe_config))
+    facts = machine_facts(str(moe_config.moe_backend))
+    if facts.flashinfer is not None and facts.platform == "cuda":
+        # What vLLM itself says against its classes for this layer.
+        rejections = host.flashinfer_rejections(moe_config)
+        facts = replace(facts, unavailable=rejections | dict(facts.unavailable))
+    return choose(facts, layer_facts(layer, moe_config))
 
 
 def machine_facts(moe_backend: str) -> Facts:
     """What the choice depends on besides the layer."""
-    not_here = "not in this release"
-    unavailable = {"flashinfer_trtllm": not_here, "flashinfer_cutedsl": not_here}
+    unavailable = {"flashinfer_cutedsl": "not in this release"}
     for name, (available, reason) in {"cpu": cpu.available(), "triton": triton.available()}.items():
         if not available:
             unavailable[name] = reason
@@ -47,6 +52,7 @@ def machine_facts(moe_backend: str) -> Facts:
         capability=host.compute_capability(),
         vllm=host.vllm_version(),
         flashinfer=host.installed_version("flashinfer-python"),
+        flashinfer_unusable=host.flashinfer_unusable(),
         unavailable=unavailable,
         triton_interpreted=host.current_platform.device_type == "cpu"
         and "triton" not in unavailable,

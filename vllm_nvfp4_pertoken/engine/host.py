@@ -19,6 +19,9 @@ name                                    why, and what would replace it
 ``FusedMoEExpertsModular``              public seam for experts
 ``maybe_make_prepare_finalize``         dispatch and combine for TP, EP and DP
 ``FusedMoEQuantConfig``                 carries the scale tensors to the experts
+``oracle.nvfp4``, its kernels' classes  Blackwell: the experts that vLLM's CI runs there, and the
+``trtllm_nvfp4_hidden_alignment``       layout of their weights; drop when vLLM serves per-token
+                                        checkpoints itself
 ``LAYERWISE_INFO``                      puts the old weights back after a failed reload; drop when
 ``_place_kernel_tensors``               vLLM's reload is atomic by itself
 ======================================  ==========================================================
@@ -36,6 +39,13 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import (
+    NvFp4MoeBackend,
+    backend_to_kernel_cls,
+    convert_to_nvfp4_moe_kernel_format,
+    make_nvfp4_moe_kernel,
+    make_nvfp4_moe_quant_config,
+)
 from vllm.model_executor.layers.fused_moe.routed_experts import (
     FusedMoeWeightScaleSupported,
     RoutedExperts,
@@ -58,6 +68,13 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4Config,
     resolve,
 )
+from vllm.model_executor.layers.quantization.utils.flashinfer_utils import (
+    trtllm_nvfp4_hidden_alignment,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kNvfp4DynamicToken,
+    kNvfp4Static,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import (
     LAYERWISE_INFO,
@@ -65,8 +82,10 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.parameter import ModelWeightParameter, PerTensorScaleParameter
+from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_hf_file_to_dict, get_safetensors_params_metadata
+from vllm.utils.flashinfer import has_flashinfer
 
 from vllm_nvfp4_pertoken.errors import PerTokenError, UnsupportedError
 
@@ -93,19 +112,27 @@ __all__ = [
     "UnquantizedLinearMethod",
     "WeightsMapper",
     "compute_capability",
+    "convert_to_nvfp4_moe_kernel_format",
     "current_platform",
+    "flashinfer_experts",
+    "flashinfer_rejections",
+    "flashinfer_unusable",
     "get_current_vllm_config",
     "get_hf_file_to_dict",
     "get_safetensors_params_metadata",
     "init_logger",
     "installed_version",
+    "make_nvfp4_moe_kernel",
+    "make_nvfp4_moe_quant_config",
     "maybe_make_prepare_finalize",
     "mk",
     "platform_name",
     "register_weight_loader_v2_supported_method",
     "reload_failed",
+    "replace_parameter",
     "resolve",
     "stock_method",
+    "trtllm_nvfp4_hidden_alignment",
     "vllm_version",
     "warn_outside_tested_window",
 ]
@@ -139,6 +166,46 @@ def compute_capability() -> tuple[int, int] | None:
     """Of the NVIDIA GPU, as in ``(10, 0)``; None on other machines."""
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
     return None if capability is None else (capability.major, capability.minor)
+
+
+_FLASHINFER_BACKENDS = {
+    "flashinfer_trtllm": NvFp4MoeBackend.FLASHINFER_TRTLLM,
+    "flashinfer_cutedsl": NvFp4MoeBackend.FLASHINFER_CUTEDSL,
+}
+
+
+def flashinfer_experts(name: str, routes: bool) -> tuple[NvFp4MoeBackend, Any]:
+    """vLLM's backend and its class of experts: the one that routes in the kernel, or the other."""
+    backend = _FLASHINFER_BACKENDS[name]
+    (experts,) = (cls for cls in backend_to_kernel_cls(backend) if cls.is_monolithic() == routes)
+    return backend, experts
+
+
+def flashinfer_rejections(moe: FusedMoEConfig) -> dict[str, str]:
+    """What vLLM has against running a layer per-token on its FlashInfer experts, by backend.
+
+    Only of the classes that take routed tokens; `experts/select.py` knows when kernels may route.
+    """
+    rejections = {}
+    for name in _FLASHINFER_BACKENDS:
+        _, experts = flashinfer_experts(name, routes=False)
+        supported, reason = experts.is_supported_config(
+            experts, moe, kNvfp4Static, kNvfp4DynamicToken, mk.FusedMoEActivationFormat.Standard
+        )
+        if not supported:
+            rejections[name] = f"vLLM: {reason}"
+    return rejections
+
+
+def flashinfer_unusable() -> str | None:
+    """Why vLLM cannot use the FlashInfer that is installed; None when it can, or there is none."""
+    version = installed_version("flashinfer-python")
+    if version is None or not current_platform.is_cuda() or has_flashinfer():
+        return None
+    return (
+        f"FlashInfer {version} has no kernels, and no nvcc and ninja to compile them "
+        f"(pip install flashinfer-cubin=={version})"
+    )
 
 
 def warn_outside_tested_window() -> None:

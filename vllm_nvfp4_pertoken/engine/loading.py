@@ -95,10 +95,9 @@ class ExpertLoading:
         self, layer: Any, name: str, shard_id: str, expert_id: int, tensor: torch.Tensor
     ) -> None:
         """Shape and dtype of one expert's tensor, before anything is copied."""
-        hidden = self.moe.hidden_dim
-        intermediate = (
-            self.moe.intermediate_size_per_partition * self.moe.moe_parallel_config.tp_size
-        )
+        # Of the layer, not of `moe`, which FlashInfer's experts enter their padded sizes into.
+        hidden = layer.hidden_size
+        intermediate = layer.intermediate_size_per_partition * self.moe.moe_parallel_config.tp_size
         rows, columns = (hidden, intermediate) if shard_id == "w2" else (intermediate, hidden)
         if name.endswith("weight_scale_2"):
             good = tensor.numel() == 1 and tensor.dtype == torch.float32

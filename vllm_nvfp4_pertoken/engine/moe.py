@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_nvfp4_pertoken.engine import host
-from vllm_nvfp4_pertoken.engine.experts import PerTokenExperts, choose_experts
+from vllm_nvfp4_pertoken.engine.experts import PerTokenExperts
 from vllm_nvfp4_pertoken.engine.loading import ExpertLoading
 from vllm_nvfp4_pertoken.errors import UnsupportedError
+from vllm_nvfp4_pertoken.experts.select import Choice
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -24,15 +25,18 @@ class ModelOptNvFp4PerTokenMoEMethod(host.FusedMoEMethodBase):
     """
 
     def __init__(
-        self, quant_config: "NvFp4PerTokenConfig", layer: host.RoutedExperts, prefix: str
+        self,
+        quant_config: "NvFp4PerTokenConfig",
+        layer: host.RoutedExperts,
+        prefix: str,
+        choice: Choice,
     ) -> None:
-        moe_config = layer.moe_config
-        super().__init__(moe_config)
+        super().__init__(layer.moe_config)
         self.quant_config = quant_config
         self.prefix = prefix
-        self.experts_cls = PerTokenExperts
-        self.choice = choose_experts(layer, moe_config, prefix)
-        self.loading = ExpertLoading(moe_config, prefix, quant_config.is_compressed)
+        self.experts_cls: type = PerTokenExperts
+        self.choice = choice
+        self.loading = ExpertLoading(layer.moe_config, prefix, quant_config.is_compressed)
         self.experts: PerTokenExperts | None = None
 
     def uses_weight_scale_2_pattern(self) -> bool:

@@ -69,8 +69,9 @@ class Facts:
         capability: compute capability of NVIDIA GPUs, as in ``(10, 0)``.
         vllm: version of vLLM.
         flashinfer: version of FlashInfer; None when it is not installed.
-        unavailable: candidate to reason why this machine cannot run it, whatever the layer: a
-            kernel that was not compiled, a package that is missing.
+        flashinfer_unusable: why vLLM cannot use the FlashInfer that is installed; None when it can.
+        unavailable: candidate to further reason why it cannot run: a kernel that was not compiled,
+            a package that is missing, what vLLM has against it.
         triton_interpreted: whether Triton interprets kernels on the CPU, for tests.
     """
 
@@ -79,6 +80,7 @@ class Facts:
     capability: tuple[int, int] | None = None
     vllm: str = _MINIMUM_VLLM
     flashinfer: str | None = None
+    flashinfer_unusable: str | None = None
     unavailable: Mapping[str, str] = field(default_factory=dict)
     triton_interpreted: bool = False
 
@@ -256,13 +258,13 @@ def _flashinfer_fault(facts: Facts) -> str | None:
             f"FlashInfer {facts.flashinfer} is older than {MINIMUM_FLASHINFER}, and its per-token "
             f"kernels return NaN in places ({install})"
         )
-    return None
+    return facts.flashinfer_unusable
 
 
 def _check_flashinfer(facts: Facts) -> None:
     """A GPU for which FlashInfer is made must not end up on slow experts for want of it."""
     fault = _flashinfer_fault(facts)
-    if fault is not None and not any(name in facts.unavailable for name in _FLASHINFER_BACKENDS):
+    if fault is not None:
         raise UnsupportedError(
             fault,
             expected=f"FlashInfer {MINIMUM_FLASHINFER} or newer on this GPU",
