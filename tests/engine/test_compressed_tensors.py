@@ -21,7 +21,7 @@ from cases import (
 from harness import engine_config, loaded_model, moe_inputs, moe_layers, run_moe, snapshot
 from safetensors.torch import save_file
 
-from vllm_nvfp4_pertoken.engine.loading import invert_
+from vllm_nvfp4_pertoken.checkpoints.scales import invert_
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
 from vllm_nvfp4_pertoken.experts.reference import Activation, moe_forward
 
