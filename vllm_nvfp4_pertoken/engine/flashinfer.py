@@ -11,17 +11,20 @@ import torch
 
 from vllm_nvfp4_pertoken.engine import host
 from vllm_nvfp4_pertoken.engine.moe import ModelOptNvFp4PerTokenMoEMethod
-from vllm_nvfp4_pertoken.errors import CheckpointError
-from vllm_nvfp4_pertoken.experts.reference import Activation
 from vllm_nvfp4_pertoken.experts.select import Choice
 
 __all__ = ["ModelOptNvFp4FlashInferMoEMethod"]
 
 
 class ModelOptNvFp4FlashInferMoEMethod(ModelOptNvFp4PerTokenMoEMethod):
-    """NVFP4 experts on ``flashinfer_trtllm`` or ``flashinfer_cutedsl``; named as its parent is."""
+    """NVFP4 experts on ``flashinfer_trtllm``; named as its parent is."""
+
+    # vLLM's classes hand the weights to the kernel in any case, which would weigh twice.
+    weighs_input = False
 
     def __init__(self, quant_config: Any, layer: Any, prefix: str, choice: Choice) -> None:
+        # CuTe-DSL kernels take one scale for gate and up, and SwiGLU's parameters.
+        assert choice.name == "flashinfer_trtllm", choice.name
         super().__init__(quant_config, layer, prefix, choice)
         self.nvfp4_backend, self.experts_cls = host.flashinfer_experts(choice.name, choice.routes)
 
@@ -89,7 +92,6 @@ class ModelOptNvFp4FlashInferMoEMethod(ModelOptNvFp4PerTokenMoEMethod):
             w2_scale_2=layer.w2_weight_scale_2,
             a13_scale=ones,
             a2_scale=ones,
-            **self._swiglu_parameters(layer),
             layer=layer,
         )
 
@@ -102,26 +104,12 @@ class ModelOptNvFp4FlashInferMoEMethod(ModelOptNvFp4PerTokenMoEMethod):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> Any:
-        assert self.moe_kernel is not None
         if layer.apply_router_weight_on_input:
-            # vLLM's classes hand the weights to the kernel in any case, which would weigh twice.
             if shared_experts is not None and shared_experts_input is None:
                 shared_experts_input = x
             x = x * topk_weights.to(x.dtype)
             topk_weights = torch.ones_like(topk_weights)
-        return self.moe_kernel.apply(
-            x,
-            layer.w13_weight,
-            layer.w2_weight,
-            topk_weights,
-            topk_ids,
-            activation=layer.activation,
-            global_num_experts=layer.global_num_experts,
-            expert_map=layer.expert_map,
-            apply_router_weight_on_input=False,
-            shared_experts=shared_experts,
-            shared_experts_input=shared_experts_input,
-        )
+        return super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
 
     def apply_monolithic(
         self,
@@ -149,49 +137,15 @@ class ModelOptNvFp4FlashInferMoEMethod(ModelOptNvFp4PerTokenMoEMethod):
             routing_sink=layer.routing_sink,
         )
 
-    def _swiglu_parameters(self, layer: Any) -> dict[str, Any]:
-        """For CuTe-DSL kernels, also the constants that are in the name of an activation.
-
-        trtllm-gen gets none: layers that have some are not chosen for it.
-        """
-        if self.choice.name == "flashinfer_trtllm" or not self.moe.is_act_and_mul:
-            return {}
-        given = {
-            name: getattr(layer, f"swiglu_{name}", None) for name in ("alpha", "beta", "limit")
-        }
-        activation = Activation(
-            self.moe.activation.value, **{k: v for k, v in given.items() if v is not None}
-        )
-        return {
-            "swiglu_alpha": activation.alpha,
-            "swiglu_beta": activation.beta,
-            "swiglu_limit": activation.limit,
-        }
-
     def _w13_scales(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """``weight_scale_2`` of gate and up, float32 [E]; of the only half, twice.
 
         A matrix of zeros, whose scale is 0, takes its sibling's or 1: any scale does.
-
-        Raises:
-            CheckpointError: where the kernel takes one scale and the two differ.
         """
         scales = layer.w13_weight_scale_2.data
         gate, up = scales[:, 0], scales[:, -1]
         gate, up = torch.where(gate == 0, up, gate), torch.where(up == 0, gate, up)
         gate, up = torch.where(gate == 0, 1, gate), torch.where(up == 0, 1, up)
-        different = (gate != up).nonzero()
-        if self.choice.name == "flashinfer_cutedsl" and len(different):
-            expert = int(different[0])
-            raise host.reload_failed(
-                CheckpointError(
-                    f"{self.prefix}: {len(different)} experts have a weight_scale_2 for gate and "
-                    f"another for up, local expert {expert} {gate[expert].item()} and "
-                    f"{up[expert].item()}",
-                    expected="the same for both, which CuTe-DSL kernels take only one of",
-                    way_out="choose --moe-backend triton, or export the checkpoint again",
-                )
-            )
         return gate.contiguous(), up.contiguous()
 
     def _derive(self, layer: Any, experts: Any, up_scale: torch.Tensor) -> None:
@@ -207,5 +161,5 @@ class ModelOptNvFp4FlashInferMoEMethod(ModelOptNvFp4PerTokenMoEMethod):
             experts.process_weights_after_loading(layer)
         finally:
             del layer.w13_input_scale, layer.w2_input_scale
-        if self.choice.name == "flashinfer_trtllm" and self.moe.is_act_and_mul:
+        if self.moe.is_act_and_mul:
             layer.g1_scale_c.data.copy_(up_scale)

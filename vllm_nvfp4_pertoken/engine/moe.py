@@ -24,6 +24,9 @@ class ModelOptNvFp4PerTokenMoEMethod(host.FusedMoEMethodBase):
     ``weight_scale_2`` for gate and one for up, say) for methods that have "ModelOpt" in theirs.
     """
 
+    # Whether the kernel can weigh rows by their router weights before FC1.
+    weighs_input = True
+
     def __init__(
         self,
         quant_config: "NvFp4PerTokenConfig",
@@ -160,7 +163,7 @@ class ModelOptNvFp4PerTokenMoEMethod(host.FusedMoEMethodBase):
             activation=layer.activation,
             global_num_experts=layer.global_num_experts,
             expert_map=layer.expert_map,
-            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input and self.weighs_input,
             shared_experts=shared_experts,
             shared_experts_input=shared_experts_input,
         )
