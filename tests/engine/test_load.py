@@ -600,6 +600,12 @@ def test_backend_that_vllm_keeps_to_other_models_is_refused():
         engine_config(EXPERTS_ONLY, moe_backend=_REFUSED_BY_VLLM)
 
 
+def test_the_4over6_recipe_of_flashinfer_is_refused(monkeypatch):
+    monkeypatch.setenv("FLASHINFER_NVFP4_4OVER6", "1")
+    with pytest.raises(UnsupportedError, match=r"4over6 recipe.*unset FLASHINFER_NVFP4_4OVER6"):
+        load(EXPERTS_ONLY)
+
+
 def test_lora_is_refused():
     with pytest.raises(UnsupportedError, match=r"experts: LoRA is on \(--enable-lora\)"):
         load(EXPERTS_ONLY, enable_lora=True)

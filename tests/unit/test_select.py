@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from vllm_nvfp4_pertoken.errors import UnsupportedError
-from vllm_nvfp4_pertoken.experts.select import MINIMUM_FLASHINFER, Facts, Layer, choose
+from vllm_nvfp4_pertoken.experts.select import (
+    ACCEPTED_BACKENDS,
+    FOUR_OVER_SIX,
+    MINIMUM_FLASHINFER,
+    Facts,
+    Layer,
+    choose,
+)
 
 NOT_COMPILED = "the kernel was not compiled when the package was installed"
 QWEN3 = Layer()  # 128 experts, top 8, hidden 2048, intermediate 768, silu, softmax
@@ -215,3 +222,19 @@ def test_deployments_that_would_mix_scales_are_refused(moe_backend: str) -> None
         choose(machine("sm100", moe_backend), Layer(batched=True))
     with pytest.raises(UnsupportedError, match=r"one_sided sizes its buffers.*all2all-backend"):
         choose(machine("sm100", moe_backend), Layer(all2all="flashinfer_nvlink_one_sided"))
+
+
+@pytest.mark.parametrize("moe_backend", ACCEPTED_BACKENDS)
+@pytest.mark.parametrize("name", ["cpu", "sm90", "sm100"])
+def test_the_4over6_recipe_is_refused_on_every_backend(moe_backend: str, name: str) -> None:
+    """Whether a backend would mix it with the standard recipe or ignore it."""
+    environment = {FOUR_OVER_SIX: "1", f"{FOUR_OVER_SIX}_E4M3_USE_256": "1"}
+    found = r"4over6.*\(FLASHINFER_NVFP4_4OVER6=1, FLASHINFER_NVFP4_4OVER6_E4M3_USE_256=1\)"
+    with pytest.raises(UnsupportedError, match=f"{found}.*unset FLASHINFER_NVFP4_4OVER6"):
+        choose(machine(name, moe_backend, environment=environment), QWEN3)
+
+
+@pytest.mark.parametrize("value", ["0", "", "true"])
+def test_what_flashinfer_takes_for_off_is_off(value: str) -> None:
+    environment = {FOUR_OVER_SIX: value, f"{FOUR_OVER_SIX}_E4M3_USE_256": "1"}
+    assert choose(machine("sm100", environment=environment), QWEN3).name == "flashinfer_trtllm"

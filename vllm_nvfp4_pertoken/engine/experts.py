@@ -1,5 +1,6 @@
 """Our experts behind vLLM's modular interface, which brings TP, EP and DP around them."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from vllm_nvfp4_pertoken.engine import host
 from vllm_nvfp4_pertoken.errors import UnsupportedError
 from vllm_nvfp4_pertoken.experts import cpu, ops, triton
 from vllm_nvfp4_pertoken.experts.reference import ACTIVATIONS, Activation, ExpertWeights
-from vllm_nvfp4_pertoken.experts.select import Choice, Facts, Layer, choose
+from vllm_nvfp4_pertoken.experts.select import FOUR_OVER_SIX, Choice, Facts, Layer, choose
 
 __all__ = ["PerTokenExperts", "choose_experts", "layer_facts", "machine_facts"]
 
@@ -56,6 +57,9 @@ def machine_facts(moe_backend: str) -> Facts:
         unavailable=unavailable,
         triton_interpreted=host.current_platform.device_type == "cpu"
         and "triton" not in unavailable,
+        environment={
+            name: value for name, value in os.environ.items() if name.startswith(FOUR_OVER_SIX)
+        },
     )
 
 

@@ -14,6 +14,7 @@ from vllm_nvfp4_pertoken.errors import UnsupportedError
 
 __all__ = [
     "ACCEPTED_BACKENDS",
+    "FOUR_OVER_SIX",
     "MINIMUM_FLASHINFER",
     "TESTED_FLASHINFER",
     "Choice",
@@ -34,6 +35,9 @@ ACCEPTED_BACKENDS: Mapping[str, str] = {
 MINIMUM_FLASHINFER = "0.7.0.post1"
 TESTED_FLASHINFER = ("0.7.0.post1", "0.7.2.post1", "0.7.4")
 _MINIMUM_VLLM = "0.32"
+# FlashInfer's switch for another recipe, on when it is "1": each block of rows takes the scale that
+# maps its largest value to 6 or to 4, whichever errs less. Variables with this prefix refine it.
+FOUR_OVER_SIX = "FLASHINFER_NVFP4_4OVER6"
 
 # B200/GB200 and B300/GB300. Not 11.0 (Thor) nor 12.x (consumer and workstation Blackwell, GB10):
 # their tensor cores have other instructions, and these kernels are not compiled for them.
@@ -73,6 +77,7 @@ class Facts:
         unavailable: candidate to further reason why it cannot run: a kernel that was not compiled,
             a package that is missing, what vLLM has against it.
         triton_interpreted: whether Triton interprets kernels on the CPU, for tests.
+        environment: variables that change what a kernel computes, by name.
     """
 
     moe_backend: str = "auto"
@@ -83,6 +88,7 @@ class Facts:
     flashinfer_unusable: str | None = None
     unavailable: Mapping[str, str] = field(default_factory=dict)
     triton_interpreted: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,8 +159,8 @@ def choose(facts: Facts, layer: Layer) -> Choice:
 
     Raises:
         UnsupportedError: for a ``--moe-backend`` that cannot run per-token here, with every
-            reason; for deployments that no experts can serve; and on data-center Blackwell when
-            FlashInfer is missing or too old, because one command mends that.
+            reason; for deployments and recipes that no experts can serve; and on data-center
+            Blackwell when FlashInfer is missing or too old, because one command mends that.
     """
     if facts.moe_backend not in ACCEPTED_BACKENDS:
         raise UnsupportedError(
@@ -162,6 +168,7 @@ def choose(facts: Facts, layer: Layer) -> Choice:
             expected=" or ".join(f"{name} ({what})" for name, what in ACCEPTED_BACKENDS.items()),
             way_out="leave --moe-backend out",
         )
+    _check_recipe(facts)
     _check_deployment(layer)
     if facts.moe_backend == "emulation":
         return Choice("reference", "asked for with --moe-backend emulation")
@@ -220,6 +227,28 @@ def _is_expected(candidate: str, facts: Facts) -> bool:
     if candidate in _FLASHINFER_BACKENDS:
         return _is_datacenter_blackwell(facts)
     return (candidate == "cpu") == (facts.platform == "cpu")
+
+
+def _check_recipe(facts: Facts) -> None:
+    """4over6 is for weights and activations alike, and changes what all of FlashInfer computes.
+
+    FlashInfer 0.7.0 and 0.7.2 mix it with the standard one, vLLM scales rows for the standard one,
+    and experts of ours do not know it.
+    """
+    if facts.environment.get(FOUR_OVER_SIX) != "1":
+        return
+    found = ", ".join(
+        f"{name}={value}"
+        for name, value in sorted(facts.environment.items())
+        if name.startswith(FOUR_OVER_SIX)
+    )
+    raise UnsupportedError(
+        f"the environment asks FlashInfer for the 4over6 recipe ({found}), which no per-token "
+        "experts here implement for weights, rows and intermediate rows alike; some would mix it "
+        "with the standard recipe, others ignore it",
+        expected="the standard NVFP4 recipe",
+        way_out=f"unset {FOUR_OVER_SIX}",
+    )
 
 
 def _check_deployment(layer: Layer) -> None:
