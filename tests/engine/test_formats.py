@@ -29,17 +29,6 @@ from vllm_nvfp4_pertoken.experts.reference import Activation, moe_forward
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-@pytest.fixture
-def said(monkeypatch):
-    """What was logged once; vLLM takes handlers away when it configures logging."""
-    from vllm import logger
-
-    records: list[str] = []
-    for once in ("_print_info_once", "_print_warning_once"):
-        monkeypatch.setattr(logger, once, lambda _, text, *args: records.append(text % args))
-    return records
-
-
 def section(**changes: Any):
     """An edit of config.json's quantization section."""
 

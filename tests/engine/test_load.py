@@ -537,25 +537,6 @@ def test_fp8_kv_cache_scales_are_loaded(where, tmp_path):
             assert attention._v_scale.item() == 0.5 + layer
 
 
-def test_bf16_checkpoint_keeps_what_vllm_does_for_the_name(tmp_path):
-    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
-    from vllm.model_executor.model_loader.weight_utils import get_quant_config
-
-    path = make_case(
-        EXPERTS_ONLY,
-        tmp_path / "case",
-        edit=lambda tensors: _to_bf16(tensors, range(LAYERS)),
-        config=_drop_section,
-    )
-    (path / "hf_quant_config.json").unlink()
-    from vllm.config import LoadConfig
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = EngineArgs(model=str(path), quantization="nvfp4_per_token", max_model_len=128)
-    quant_config = get_quant_config(arguments.create_model_config(), LoadConfig())
-    assert type(quant_config) is OnlineQuantizationConfig
-
-
 # Arguments of the engine
 
 

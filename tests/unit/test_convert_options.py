@@ -250,7 +250,7 @@ def test_exclude(tmp_path):
         with pytest.raises(UnsupportedError) as error:
             quantized(pattern)
         assert all(word in str(error.value) for word in words), str(error.value)
-    with pytest.raises(UnsupportedError, match="leaves nothing"):
+    with pytest.raises(UnsupportedError, match="leave nothing"):
         quantized("*")
 
 

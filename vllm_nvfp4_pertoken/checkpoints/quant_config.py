@@ -17,7 +17,9 @@ from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 __all__ = [
     "COMPRESSED_TENSORS",
     "MIXED",
+    "MODELOPT",
     "STATIC_ALTERNATIVE",
+    "UNQUANTIZED",
     "QuantDescription",
     "complete_description",
     "describes_modelopt",
@@ -34,7 +36,9 @@ STATIC_ALTERNATIVE = (
 # What ModelOpt 0.46 and 0.47 append to every module name of a Nemotron-H model.
 _SENTINEL = re.compile(r"\.?\x00.*$", re.DOTALL)
 MIXED = "MIXED_PRECISION"
+MODELOPT = "modelopt"
 COMPRESSED_TENSORS = "compressed-tensors"
+UNQUANTIZED = "unquantized"
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class QuantDescription:
         layers: of a mixed checkpoint, module to algorithm; empty where ``config.json`` leaves the
             map to ``hf_quant_config.json``. Of compressed-tensors, target to algorithm.
         dialect: ``"modelopt"`` or ``"compressed-tensors"``: how names of modules are written, and
-            which tensors a weight consists of.
+            which tensors a weight consists of. ``"unquantized"``: BF16 or FP16, to be quantized.
     """
 
     quant_algo: str
@@ -58,7 +62,7 @@ class QuantDescription:
     kv_cache_quant_algo: str | None
     exclude_modules: tuple[str, ...]
     layers: Mapping[str, str] = field(default_factory=dict)
-    dialect: str = "modelopt"
+    dialect: str = MODELOPT
 
 
 def describes_modelopt(config: Mapping[str, Any]) -> bool:
@@ -82,13 +86,15 @@ def parse_quant_config(config: Mapping[str, Any], *, source: str) -> QuantDescri
 
     Args:
         config: the ``quantization_config`` of ``config.json``, or the whole
-            ``hf_quant_config.json``.
+            ``hf_quant_config.json``; the whole ``config.json`` where there is neither.
         source: where it came from, for error messages.
 
     Raises:
         CheckpointError: for another quantization method or algorithm, another group size, or a
             section of the wrong shape.
     """
+    if "quant_method" not in config and "model_type" in config:
+        return QuantDescription("NVFP4", BLOCK_SIZE, None, (), dialect=UNQUANTIZED)
     if config.get("quant_method") == COMPRESSED_TENSORS:
         # Here, because most checkpoints need neither it nor the package that it stands on.
         from vllm_nvfp4_pertoken.checkpoints.compressed import parse_compressed_tensors

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,27 @@ from vllm_nvfp4_pertoken.checkpoints.layout import COMPRESSED_KINDS
 from vllm_nvfp4_pertoken.checkpoints.modules import NVFP4_ALGORITHMS, is_excluded, stored_formats
 from vllm_nvfp4_pertoken.checkpoints.quant_config import (
     COMPRESSED_TENSORS,
+    MODELOPT,
+    UNQUANTIZED,
     QuantDescription,
     complete_description,
     parse_quant_config,
 )
-from vllm_nvfp4_pertoken.checkpoints.verify import fingerprint, read_headers, verify_checkpoint
+from vllm_nvfp4_pertoken.checkpoints.verify import (
+    TensorHeader,
+    fingerprint,
+    read_headers,
+    verify_checkpoint,
+)
 from vllm_nvfp4_pertoken.engine import host
+from vllm_nvfp4_pertoken.engine.announcement import what_runs
 from vllm_nvfp4_pertoken.engine.experts import choose_experts
 from vllm_nvfp4_pertoken.engine.flashinfer import ModelOptNvFp4FlashInferMoEMethod
 from vllm_nvfp4_pertoken.engine.linear import make_linear_method
 from vllm_nvfp4_pertoken.engine.moe import ModelOptNvFp4PerTokenMoEMethod
+from vllm_nvfp4_pertoken.engine.online import OnlinePlan
 from vllm_nvfp4_pertoken.engine.options import Options
+from vllm_nvfp4_pertoken.engine.quantizing import QuantizingLinearLoader
 from vllm_nvfp4_pertoken.engine.registration import NAME
 from vllm_nvfp4_pertoken.errors import CheckpointError, PerTokenError, UnsupportedError
 
@@ -95,6 +106,11 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
         # Modules that are stored in another format than the config says.
         self.contradictions: dict[str, str] = {}
         self.options: Options | None = None
+        # Of an unquantized checkpoint: its config.json and headers, and what is quantized.
+        self._hf_config: dict[str, Any] = {}
+        self._headers: dict[str, TensorHeader] = {}
+        self._rename: Callable[[str], str | None] = str
+        self.online: OnlinePlan | None = None
         self.moe_methods: dict[str, ModelOptNvFp4PerTokenMoEMethod] = {}
         self.linear_methods: dict[str, Any] = {}
         self.other_formats = Counter[str]()
@@ -142,6 +158,11 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
         """Whether the checkpoint is compressed-tensors': other names, and inverse second scales."""
         return self.description.dialect == COMPRESSED_TENSORS
 
+    @property
+    def is_online(self) -> bool:
+        """Whether the checkpoint is unquantized, and quantized while it loads."""
+        return self.description.dialect == UNQUANTIZED
+
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
@@ -149,14 +170,23 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
 
         Both configs are brought together, and the checkpoint's headers are checked.
         """
-        self._complete_description(model_name, revision)
+        if self.is_online:
+            self._hf_config = hf_config.to_dict() if hf_config is not None else {}
+        else:
+            self._complete_description(model_name, revision)
         self._verify_files(model_name)
         if not Path(model_name).is_dir():  # on a hub; empty when it cannot be reached
             metadata = host.get_safetensors_params_metadata(model_name, revision=revision)
-            self._tensors = [
-                (name, str(tensor["dtype"]), len(tensor["shape"]))
+            self._note_headers(
+                TensorHeader(name, str(tensor["dtype"]), tuple(tensor["shape"]), Path(model_name))
                 for name, tensor in metadata.items()
-            ]
+            )
+
+    def _note_headers(self, headers: Iterable[TensorHeader]) -> None:
+        headers = list(headers)
+        self._tensors = [(h.name, h.dtype, len(h.shape)) for h in headers]
+        if self.is_online:
+            self._headers = {header.name: header for header in headers}
 
     def _complete_description(self, model_name: str, revision: str | None) -> None:
         legacy = host.get_hf_file_to_dict("hf_quant_config.json", model_name, revision)
@@ -167,6 +197,7 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Bring names of the checkpoint into the engine's words; vLLM calls this per model."""
+        self._rename = hf_to_vllm_mapper.map_name
         if self.is_compressed:
             names = renamed(self.exclude_modules, hf_to_vllm_mapper.map_name)
             self.exclude_modules = list(names.values())
@@ -210,6 +241,17 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
         self.moe_methods[prefix] = method
         return method
 
+    def quantizing_loader(self, layer: Any, prefix: str, static: bool) -> QuantizingLinearLoader:
+        """Have a dense layer quantize weights that arrive unquantized, or refuse them."""
+        return QuantizingLinearLoader(
+            layer,
+            prefix,
+            self.packed_modules_mapping,
+            self._stored or (),
+            inverse=self.is_compressed,
+            static=static,
+        )
+
     @property
     def keeps_input_scales(self) -> bool:
         """Whether layers in other formats need theirs, which a mapper by name cannot tell apart."""
@@ -233,10 +275,22 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
         text_config = vllm_config.model_config.hf_text_config
         self._ties_head = bool(getattr(text_config, "tie_word_embeddings", False))
         self._stored = stored_formats(self._tensors)
-        if self.is_compressed and self.options.linear == "static":
+        if self.is_online:
+            self.online = OnlinePlan(
+                self._model_config, self.options, self._hf_config, self._headers, self._rename
+            )
+        elif self.options.bf16 == "all" or self.options.exclude:
             raise UnsupportedError(
-                "the option 'linear' is 'static', and the checkpoint is compressed-tensors'",
-                expected="linear: per_token for checkpoints of llm-compressor",
+                "the options 'bf16' and 'exclude' say what is quantized while loading, and the "
+                "checkpoint is quantized already",
+                expected="these options with a BF16 or FP16 checkpoint",
+                way_out="leave them out",
+            )
+        if self.description.dialect != MODELOPT and self.options.linear == "static":
+            raise UnsupportedError(
+                "the option 'linear' is 'static', and the checkpoint is "
+                + ("unquantized" if self.is_online else "compressed-tensors'"),
+                expected="linear: per_token for all but ModelOpt's checkpoints",
                 way_out="leave the option out",
             )
         cache_dtype, scheme = vllm_config.cache_config.cache_dtype, self.kv_cache_quant_algo
@@ -251,6 +305,12 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
 
     def _algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
         """How a layer's weight is quantized; modules that contradict the config are noted."""
+        if self.online is not None:
+            # Drafts stay as they are, as conversion leaves them.
+            experts = isinstance(layer, host.RoutedExperts)
+            names = self.packed_modules_mapping
+            quantized = not self._is_draft and self.online.quantizes(prefix, experts, names)
+            return "NVFP4" if quantized else None
         assert self._stored is not None
         # The same, in the engine's words.
         description = replace(
@@ -314,42 +374,11 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
                 expected="a mixture-of-experts model whose experts are NVFP4",
                 way_out="serve it without --quantization nvfp4_per_token",
             )
-        choices = [method.choice for method in self.moe_methods.values()]
-        experts = " and ".join(
-            f"{count} MoE layers with per-token activation scales on the {name} experts ({reason})"
-            for (name, reason), count in Counter((c.name, c.reason) for c in choices).items()
-        )
-        others = "".join(
-            f"; {count} layers in {name}, as the checkpoint has them"
-            for name, count in sorted(self.other_formats.items())
-        )
-        if self.description.quant_algo == "W4A16_NVFP4":
-            others += (
-                "; the checkpoint quantizes weights only (W4A16_NVFP4), activations are quantized "
-                "because this was asked for"
-            )
-        logger.info_once(
-            "nvfp4_per_token: %s, activation scales of the checkpoint ignored; %d dense NVFP4 "
-            "layers%s%s.",
-            experts,
-            len(self.linear_methods),
-            self._dense_words(),
-            others,
-        )
-        for warning in dict.fromkeys(choice.warning for choice in choices if choice.warning):
-            logger.warning_once("nvfp4_per_token: %s", warning)
-
-    def _dense_words(self) -> str:
-        """How dense NVFP4 layers run, for the start-up line."""
         assert self.options is not None
-        if not self.linear_methods:
-            return ""
-        if self.options.linear == "static":
-            return " with the checkpoint's static input_scale"
-        slow = sum(method.backend == "reference" for method in self.linear_methods.values())
-        if not slow:
-            return " per-token as well"
-        return f" per-token as well, {slow} of them on the torch reference, which is slow"
+        logger.info_once("%s", what_runs(self))
+        for warning in dict.fromkeys(m.choice.warning for m in self.moe_methods.values()):
+            if warning:
+                logger.warning_once("nvfp4_per_token: %s", warning)
 
     def _verify_files(self, model: str) -> None:
         """Check the checkpoint's headers, unless the same files were found complete before."""
@@ -366,7 +395,10 @@ class NvFp4PerTokenConfig(host.ModelOptNvFp4Config):
         if state == self._verified:
             return
         headers = read_headers(path)
-        verify_checkpoint(path, headers)
+        if not self.is_online:
+            verify_checkpoint(path, headers)
+        elif self.online is not None:  # else once the options are known
+            self.online.check(model, headers)
         if self._verified is None:
-            self._tensors = [(h.name, h.dtype, len(h.shape)) for h in headers.values()]
+            self._note_headers(headers.values())
         self._verified = state

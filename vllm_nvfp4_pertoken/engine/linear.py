@@ -6,6 +6,7 @@ import torch
 
 from vllm_nvfp4_pertoken.checkpoints.scales import damaged_scales, invert_, zero_dead_blocks
 from vllm_nvfp4_pertoken.engine import host
+from vllm_nvfp4_pertoken.engine.quantizing import QuantizingLinearLoader
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
 from vllm_nvfp4_pertoken.experts import cpu, ops
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
@@ -53,6 +54,7 @@ class StaticLinearMethod(host.ModelOptLinearMethod):
         super().create_weights(layer, *args, **kwargs)
         # vLLM leaves it uninitialized, and an absent scale would become whatever was in memory.
         layer.input_scale.data.fill_(float("nan"))
+        self.quant_config.quantizing_loader(layer, self.prefix, static=True)  # refuses
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.quant_config.announce()
@@ -84,6 +86,7 @@ class PerTokenLinearMethod(host.LinearMethodBase):
         self.prefix = prefix
         self.static = static
         self.backend = "reference"
+        self._loader: QuantizingLinearLoader | None = None
 
     def create_weights(
         self,
@@ -133,8 +136,21 @@ class PerTokenLinearMethod(host.LinearMethodBase):
                 ),
             )
 
+        self._loader = self.quant_config.quantizing_loader(layer, self.prefix, self.static)
+
     def process_weights_after_loading(self, layer: Any) -> None:
         self.quant_config.announce()
+        try:
+            self._check(layer)
+        except CheckpointError as error:
+            raise host.reload_failed(error) from None
+        if self.backend == "cpu":
+            cpu.pack_linear(layer.weight.data, layer.weight_scale.data)
+
+    def _check(self, layer: Any) -> None:
+        """That all is there and sane; second scales become ModelOpt's, blocks of zeros zero."""
+        assert self._loader is not None
+        self._loader.finish()
         scale_2 = layer.weight_scale_2.data
         if self.quant_config.is_compressed:
             invert_(scale_2)
@@ -158,8 +174,6 @@ class PerTokenLinearMethod(host.LinearMethodBase):
                 )
         if self.static:
             _check_input_scale(layer.input_scale.data, self.prefix)
-        if self.backend == "cpu":
-            cpu.pack_linear(layer.weight.data, layer.weight_scale.data)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = ops.linear(

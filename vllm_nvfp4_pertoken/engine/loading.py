@@ -1,12 +1,12 @@
 """Loading of expert tensors: each one checked before it is copied, and all of them counted after.
 
 vLLM's own loader fills a slice of a parameter and says nothing about the slices that no tensor came
-for; those would be served as whatever was in memory.
+for; those would be served as whatever was in memory. Weights in BF16 are quantized on arrival.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,14 @@ import torch
 from vllm_nvfp4_pertoken.checkpoints.layout import COMPRESSED_KINDS, MODELOPT_KINDS
 from vllm_nvfp4_pertoken.checkpoints.scales import damaged_scales, invert_, zero_dead_blocks
 from vllm_nvfp4_pertoken.engine import host
-from vllm_nvfp4_pertoken.errors import CheckpointError
+from vllm_nvfp4_pertoken.engine.quantizing import (
+    FLOATS,
+    KINDS,
+    count_elements,
+    quantize_together,
+    quantized_like,
+)
+from vllm_nvfp4_pertoken.errors import CheckpointError, PerTokenError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
 __all__ = ["ExpertLoading"]
@@ -39,6 +46,17 @@ class ExpertLoading:
         self.kinds = COMPRESSED_KINDS if compressed else MODELOPT_KINDS
         # Per parameter, the local experts and shards whose checkpoint tensors have arrived.
         self._loaded: dict[str, set[tuple[int, str]]] = defaultdict(set)
+        # The loaders of the parameters, for tensors of an NVFP4 checkpoint.
+        self._loaders: dict[str, Callable[..., bool | None]] = {}
+        # Weights of an expert (global number) that are not quantized yet, by shard: they wait for
+        # those that they share a scale with.
+        self._waiting: dict[tuple[str, int], dict[str, torch.Tensor]] = defaultdict(dict)
+        # Whether weights came that were not quantized.
+        self._quantizing = False
+
+    @property
+    def _w13_shards(self) -> tuple[str, ...]:
+        return ("w1", "w3") if self.moe.is_act_and_mul else ("w1",)
 
     def finish(self, layer: Any) -> None:
         """Check that everything arrived and is sane; zero the blocks of all-zero experts.
@@ -51,9 +69,8 @@ class ExpertLoading:
             self._check_complete(layer)
             self._sanitize(layer)
         except CheckpointError as error:
-            raise host.reload_failed(error) from None
-        finally:
-            self._loaded.clear()
+            raise self._refuse(error) from None
+        self._forget()
 
     def loader(
         self, layer: Any, name: str, load: Callable[..., bool | None]
@@ -64,6 +81,29 @@ class ExpertLoading:
         keep the whole layer with them.
         """
         layer_ref, load_ref = weakref.ref(layer), weakref.WeakMethod(load)
+        stem, _, kind = name.partition("_")
+
+        def load_tensor(
+            param: torch.nn.Parameter,
+            loaded_weight: torch.Tensor,
+            weight_name: str,
+            shard_id: str,
+            expert_id: int,
+        ) -> bool | None:
+            owner, vllm_load = layer_ref(), load_ref()
+            assert owner is not None
+            assert vllm_load is not None
+            loaded = vllm_load(
+                param, loaded_weight, weight_name, shard_id, expert_id, return_success=True
+            )
+            # During a reload vLLM first calls with a parameter on the meta device, to count.
+            if loaded and not param.is_meta:
+                local = owner._map_global_expert_id_to_local_expert_id(expert_id)
+                experts = range(owner.local_num_experts) if loaded_weight.ndim == 3 else (local,)
+                self._loaded[name].update((expert, shard_id) for expert in experts)
+            return loaded
+
+        self._loaders[name] = load_tensor
 
         def weight_loader(
             param: torch.nn.Parameter,
@@ -73,23 +113,66 @@ class ExpertLoading:
             expert_id: int,
             return_success: bool = False,
         ) -> bool | None:
-            owner, vllm_load = layer_ref(), load_ref()
+            owner = layer_ref()
             assert owner is not None
-            assert vllm_load is not None
-            local = owner._map_global_expert_id_to_local_expert_id(expert_id)
-            if local != -1 and loaded_weight.ndim < 3:
+            here = owner._map_global_expert_id_to_local_expert_id(expert_id) != -1
+            if here and loaded_weight.ndim < 3:
                 self._check_tensor(owner, name, shard_id, expert_id, loaded_weight)
-            loaded = vllm_load(
-                param, loaded_weight, weight_name, shard_id, expert_id, return_success=True
-            )
-            # During a reload vLLM first calls with a parameter on the meta device, to count.
-            if loaded and not param.is_meta:
-                experts = range(owner.local_num_experts) if loaded_weight.ndim == 3 else (local,)
-                self._loaded[name].update((expert, shard_id) for expert in experts)
+            floats = here and kind == "weight" and loaded_weight.dtype in FLOATS
+            if param.is_meta:
+                parameters = [getattr(owner, f"{stem}_{each}") for each in KINDS]
+                count_elements(parameters, quantizing=floats)
+            if floats:
+                self._load_float(owner, stem, param, loaded_weight, shard_id, expert_id)
+                return True if return_success else None
+            loaded = load_tensor(param, loaded_weight, weight_name, shard_id, expert_id)
             return loaded if return_success else None
 
         weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
         return weight_loader
+
+    def _load_float(
+        self,
+        layer: Any,
+        stem: str,
+        param: torch.nn.Parameter,
+        weight: torch.Tensor,
+        shard_id: str,
+        expert_id: int,
+    ) -> None:
+        """Quantize a weight, with the others of its group, and load what becomes of it."""
+        if param.is_meta:
+            quantized = {shard_id: quantized_like(weight)}
+        else:
+            self._quantizing = True
+            group = self._waiting[stem, expert_id]
+            group[shard_id] = weight.to(param.device, copy=True)
+            if len(group) < (len(self._w13_shards) if stem == "w13" else 1):
+                return
+            del self._waiting[stem, expert_id]
+
+            def name(shard_id: str) -> str:
+                return self._tensor_name(layer, f"{stem}_weight", shard_id, expert_id)
+
+            try:
+                quantized = quantize_together(group, name)
+            except CheckpointError as error:
+                raise self._refuse(error) from None
+        for shard, tensors in quantized.items():
+            for kind, tensor in zip(KINDS, tensors, strict=True):
+                target = f"{stem}_{kind}"
+                if kind == "weight_scale_2" and self.compressed:
+                    tensor = tensor.reciprocal()
+                self._loaders[target](getattr(layer, target), tensor, target, shard, expert_id)
+
+    def _refuse(self, error: CheckpointError) -> PerTokenError:
+        self._forget()
+        return host.reload_failed(error)
+
+    def _forget(self) -> None:
+        self._loaded.clear()
+        self._waiting.clear()
+        self._quantizing = False
 
     def _check_tensor(
         self, layer: Any, name: str, shard_id: str, expert_id: int, tensor: torch.Tensor
@@ -106,14 +189,17 @@ class ExpertLoading:
             shape = (rows, columns // BLOCK_SIZE)
             good = tuple(tensor.shape) == shape and tensor.dtype == torch.float8_e4m3fn
             expected = f"torch.float8_e4m3fn {list(shape)}"
+        elif tensor.dtype in FLOATS:
+            shape = (rows, columns)
+            good = tuple(tensor.shape) == shape
+            expected = f"{list(shape)}, to be quantized, or torch.uint8 {[rows, columns // 2]}"
         else:
             shape = (rows, columns // 2)
             good = tuple(tensor.shape) == shape and tensor.dtype == torch.uint8
             expected = f"torch.uint8 {list(shape)}"
         if good:
             return
-        self._loaded.clear()
-        raise host.reload_failed(
+        raise self._refuse(
             CheckpointError(
                 f"{self._tensor_name(layer, name, shard_id, expert_id)} is {tensor.dtype} "
                 f"{list(tensor.shape)}",
@@ -129,17 +215,20 @@ class ExpertLoading:
             "w2": layer.ckpt_down_proj_name,
             "w3": layer.ckpt_up_proj_name,
         }[shard_id]
-        kind = self.kinds[name.partition("_")[2]]
+        kind = "weight" if self._quantizing else self.kinds[name.partition("_")[2]]
         return f"{self.prefix}.{expert_id}.{projection}.{kind}"
 
     def _expected_slices(self, layer: Any) -> Iterator[tuple[str, int, str]]:
         """Every (parameter, local expert, shard) that the checkpoint must have provided."""
-        w13_shards = ("w1", "w3") if self.moe.is_act_and_mul else ("w1",)
-        for stem, shards in (("w13", w13_shards), ("w2", ("w2",))):
-            for kind in ("weight", "weight_scale", "weight_scale_2"):
+        for stem, shards in (("w13", self._w13_shards), ("w2", ("w2",))):
+            for kind in KINDS:
                 for expert in range(layer.local_num_experts):
                     for shard in shards:
                         yield f"{stem}_{kind}", expert, shard
+
+    def _group(self, layer: Any, name: str, expert: int) -> Mapping[str, torch.Tensor]:
+        """What waits to be quantized for a parameter's local expert."""
+        return self._waiting.get((name.partition("_")[0], self._global_expert(layer, expert)), {})
 
     def _check_complete(self, layer: Any) -> None:
         missing = [
@@ -147,6 +236,12 @@ class ExpertLoading:
             for name, expert, shard in self._expected_slices(layer)
             if (expert, shard) not in self._loaded[name]
         ]
+        if self._quantizing:  # only weights come, and some of them are here and wait
+            missing = [
+                (name, expert, shard)
+                for name, expert, shard in missing
+                if name.endswith("_weight") and shard not in self._group(layer, name, expert)
+            ]
         if not missing:
             return
         names = [
@@ -158,7 +253,8 @@ class ExpertLoading:
             f"{self.prefix}: {len(missing)} expert tensors were not in the checkpoint: "
             + ", ".join(names)
             + (f" and {more} more" if more else ""),
-            expected=f"{', '.join(self.kinds.values())} of every expert's projections",
+            expected=f"{'weight' if self._quantizing else ', '.join(self.kinds.values())} of "
+            "every expert's projections",
             way_out="export or send the checkpoint again",
         )
 

@@ -25,6 +25,21 @@ class Options(BaseModel):
         ),
     )
 
+    bf16: Literal["experts", "all"] = Field(
+        default="experts",
+        description=(
+            "of an unquantized checkpoint, what is quantized while loading: 'experts', or 'all' "
+            "linears, as nvfp4-pertoken convert does with --experts-only and --all"
+        ),
+    )
+    exclude: list[str] = Field(
+        default=[],
+        description=(
+            "of an unquantized checkpoint, modules that stay as they are: names, containers or "
+            "wildcards, as of nvfp4-pertoken convert --exclude"
+        ),
+    )
+
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "Options":
         """Read and check our part of vLLM's ``additional_config``.

@@ -1,10 +1,10 @@
 """Make ``nvfp4_per_token`` known to vLLM, cheaply: this runs in every vLLM process there is.
 
 vLLM (0.26 and later) has a quantization of this name itself: a shorthand that quantizes BF16
-experts while loading. For checkpoints without quantization it is left as it is. Two classes are
-needed for the others:
+experts while loading, on SM100 only. Two classes are needed to take it over:
 
-- A class under the built-in name, which builds the configuration of a quantized checkpoint.
+- A class under the built-in name, which builds the configuration, also of a checkpoint that is not
+  quantized.
 - A class under a name of its own, which claims checkpoints for it: vLLM refuses a class under a
   built-in name that overrides the checkpoint's method.
 
@@ -31,7 +31,9 @@ class _Entry(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        return ["hf_quant_config.json"]
+        # vLLM looks for these, as ends of paths, where it found no quantization config: a
+        # checkpoint that is not quantized. The slash keeps generation_config.json out.
+        return ["/config.json"]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:

@@ -10,9 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_nvfp4_pertoken.checkpoints.convert.groups import (
+    Member,
+    Options,
+    check_excludes,
+    group_members,
+    nothing_to_quantize,
+)
 from vllm_nvfp4_pertoken.checkpoints.convert.read import CHUNK_BYTES, Matrix
 from vllm_nvfp4_pertoken.checkpoints.convert.source import (
-    FLOATS,
     FUSED,
     SOURCE,
     Weights,
@@ -20,32 +26,22 @@ from vllm_nvfp4_pertoken.checkpoints.convert.source import (
     fp8_scale,
     read_config,
 )
-from vllm_nvfp4_pertoken.checkpoints.layout import EXPERT_TENSOR, layout_of
-from vllm_nvfp4_pertoken.checkpoints.modules import is_excluded
+from vllm_nvfp4_pertoken.checkpoints.layout import EXPERT_TENSOR
 from vllm_nvfp4_pertoken.checkpoints.verify import TensorHeader, read_headers, tensor_bytes
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
-__all__ = ["FORMATS", "Member", "Options", "Output", "Plan", "Task", "make_plan"]
+__all__ = [
+    "FORMATS",
+    "Member",
+    "Options",
+    "Output",
+    "Plan",
+    "Task",
+    "make_plan",
+]
 
 FORMATS = ("modelopt", "compressed-tensors")
-_SHARED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"})
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to quantize, and how to write it.
-
-    Attributes:
-        all_linears: dense linears too, not only routed experts.
-        exclude: modules that stay as they are: names, containers or wildcards, as in the exclude
-            lists of checkpoints.
-        format: ``"modelopt"`` or ``"compressed-tensors"``.
-    """
-
-    all_linears: bool = False
-    exclude: tuple[str, ...] = ()
-    format: str = "modelopt"
 
 
 @dataclass(frozen=True)
@@ -59,15 +55,6 @@ class Output:
     @property
     def nbytes(self) -> int:
         return tensor_bytes(self.dtype, self.shape)
-
-
-@dataclass(frozen=True)
-class Member:
-    """A module to quantize: one matrix, or all experts' where they stay fused."""
-
-    module: str
-    matrices: tuple[Matrix, ...]
-    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,10 +132,10 @@ def make_plan(src: Path, options: Options) -> Plan:
     config = read_config(src)
     block = fp8_block(src, config)
     weights = Weights(headers, config, block)
-    groups = _group(weights, options)
-    _check_excludes(weights, options)
+    groups = group_members(weights, options)
+    check_excludes(weights, options)
     if not groups:
-        raise _nothing_to_quantize(src, headers, options)
+        raise nothing_to_quantize(src, headers, options)
     tasks = list(_quantize_tasks(groups, options))
     used = {
         matrix.source.name for members in groups.values() for m in members for matrix in m.matrices
@@ -173,125 +160,6 @@ def make_plan(src: Path, options: Options) -> Plan:
 
 def _first_source(task: Task) -> str:
     return task.source.name if task.source else task.members[0].matrices[0].source.name
-
-
-def _group(weights: Weights, options: Options) -> dict[str, list[Member]]:
-    """Members by the ``weight_scale_2`` that they share."""
-    groups: dict[str, list[Member]] = defaultdict(list)
-    for module, header in weights.experts.items():
-        if not is_excluded(module, options.exclude, {}):
-            match = EXPERT_TENSOR.match(f"{module}.weight")
-            assert match is not None
-            down = match["projection"] == layout_of(match["projection"]).down
-            key = module if down else f"{match['container']}.{match['expert']} gate and up"
-            groups[key].append(Member(module, (weights.matrix(module, header),)))
-    for module, header in weights.fused.items():
-        if not is_excluded(module, options.exclude, {}):
-            for key, member in _fused_members(module, header, weights, options):
-                groups[key].append(member)
-    if options.all_linears:
-        for module, header in weights.dense.items():
-            if not is_excluded(module, options.exclude, {}):
-                parent, _, last = module.rpartition(".")
-                shared = next((names for names in _SHARED if last in names), None)
-                key = f"{parent} {sorted(shared)[0]}" if shared else module
-                groups[key].append(Member(module, (weights.matrix(module, header),)))
-    return dict(groups)
-
-
-def _fused_members(
-    module: str, header: TensorHeader, weights: Weights, options: Options
-) -> Iterator[tuple[str, Member]]:
-    """What becomes of one fused tensor; which way it lies, both tensors' shapes tell together."""
-    match = FUSED.match(module)
-    assert match is not None
-    container = match["container"]
-    pair = [weights.fused.get(f"{container}.{kind}") for kind in ("gate_up_proj", "down_proj")]
-    both, down = pair
-    if both is None or down is None:
-        raise CheckpointError(
-            f"{module} in {header.file} is alone: {container} lacks "
-            f"{'gate_up_proj' if both is None else 'down_proj'}",
-            expected="gate_up_proj and down_proj of all experts",
-            way_out="finish the download or copy the checkpoint again",
-        )
-    _, a, b = both.shape
-    _, c, d = down.shape
-    transposed = a == d and b == 2 * c
-    straight = b == c and a == 2 * d
-    count, rows, columns = header.shape
-    if transposed:
-        rows, columns = columns, rows
-    good = (transposed or straight) and count == pair[0].shape[0] == pair[1].shape[0]  # type: ignore[union-attr]
-    if not good or header.dtype not in FLOATS or columns % BLOCK_SIZE:
-        raise UnsupportedError(
-            f"{module} in {header.file} is {header.dtype} {list(header.shape)}, beside "
-            f"gate_up_proj {list(both.shape)} and down_proj {list(down.shape)}",
-            expected="BF16, F16 or F32, [E, 2I, H] and [E, H, I], or [E, H, 2I] and [E, I, H], "
-            f"with H and I multiples of {BLOCK_SIZE}",
-            way_out="NVFP4 cannot hold these experts; serve the model unquantized",
-        )
-
-    def matrix(expert: int, first: int, size: int) -> Matrix:
-        return Matrix(header, size, columns, expert, first, transposed, block=(1, 1))
-
-    if weights.stay_fused and options.format == "modelopt":
-        if not transposed:
-            raise UnsupportedError(
-                f"{module} in {header.file} is {list(header.shape)}, [E, outputs, inputs]",
-                expected="[E, inputs, outputs], as the family's models have it",
-                way_out="save the model again with transformers",
-            )
-        yield module, Member(module, tuple(matrix(e, 0, rows) for e in range(count)), fused=True)
-        return
-    if weights.stay_fused and any(f"{name}_bias" in weights.headers for name in weights.fused):
-        raise UnsupportedError(
-            f"{container} in {header.file} has biases and interleaved gate and up (GPT-OSS)",
-            expected="experts without biases for --format compressed-tensors",
-            way_out="convert it with --format modelopt",
-        )
-    for expert in range(count):
-        stem = f"{container}.{expert}"
-        if match["kind"] == "down_proj":
-            name = f"{stem}.down_proj"
-            yield name, Member(name, (matrix(expert, 0, rows),))
-        else:
-            for part, name in enumerate(("gate_proj", "up_proj")):
-                member = Member(f"{stem}.{name}", (matrix(expert, part * rows // 2, rows // 2),))
-                yield f"{stem} gate and up", member
-
-
-def _check_excludes(weights: Weights, options: Options) -> None:
-    """Every pattern matches something, and leaves whole what is served as one layer."""
-    modules = [*weights.experts, *weights.fused]
-    modules += weights.dense if options.all_linears else ()
-    for pattern in options.exclude:
-        if not any(is_excluded(module, [pattern], {}) for module in modules):
-            shown = ", ".join([*modules[:1], *modules[-1:]])
-            raise UnsupportedError(
-                f"--exclude {pattern!r} matches no module that would be quantized",
-                expected=f"a name, a container or a wildcard for modules such as {shown}",
-                way_out="correct the pattern, or leave it out",
-            )
-    served: dict[str, list[str]] = defaultdict(list)
-    for module in modules:
-        match = EXPERT_TENSOR.match(f"{module}.weight") or FUSED.match(module)
-        parent, _, last = module.rpartition(".")
-        shared = next((sorted(names)[0] for names in _SHARED if last in names), None)
-        if match:
-            served[match["container"]].append(module)
-        elif shared:
-            served[f"{parent} {shared}"].append(module)
-    for name, parts in served.items():
-        excluded = [part for part in parts if is_excluded(part, options.exclude, {})]
-        if excluded and len(excluded) < len(parts):
-            kept = next(part for part in parts if part not in excluded)
-            raise UnsupportedError(
-                f"--exclude leaves out {excluded[0]}, but not {kept}",
-                expected="the same format for all that is served as one layer "
-                f"({name.partition(' ')[0]})",
-                way_out="exclude all of them, or none",
-            )
 
 
 def quantized_outputs(member: Member, format: str) -> tuple[Output, ...]:
@@ -375,20 +243,3 @@ def _ignored(
                 yield module
 
     return tuple(sorted(set(modules()) - quantized))
-
-
-def _nothing_to_quantize(
-    src: Path, headers: Mapping[str, TensorHeader], options: Options
-) -> UnsupportedError:
-    if options.exclude:
-        found = f"--exclude leaves nothing to quantize in {src}"
-        return UnsupportedError(found, way_out="exclude less")
-    odd = sorted(name for name in headers if ".experts." in name)
-    found = f"; it has {odd[0]!r}, which is under none of these names" if odd else ""
-    return UnsupportedError(
-        f"{src} has no tensors of single experts{found}",
-        expected="names such as model.layers.0.mlp.experts.0.gate_proj.weight (Qwen3-MoE, "
-        "DeepSeek-V3), model.layers.0.block_sparse_moe.experts.0.w1.weight (Mixtral) or "
-        "model.layers.0.mlp.experts.gate_up_proj (fused)",
-        way_out="quantize the linears of a dense model with --all, or export with ModelOpt",
-    )

@@ -18,7 +18,7 @@ from vllm_nvfp4_pertoken.nvfp4 import NVFP4
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Quantizer"]
+__all__ = ["Quantizer", "largest_magnitude", "weight_scale_2"]
 
 # Name of a tensor of the result, byte in it, and the bytes that belong there.
 Write = Callable[[str, int, "torch.Tensor"], None]
@@ -123,11 +123,18 @@ class Quantizer:
         largest = torch.zeros(())
         for matrix in task.group:
             for start, rows in chunks(matrix):
-                amax = torch.maximum(rows.amax(), -rows.amin()).float().cpu()
+                amax = largest_magnitude(rows)
                 if not amax.isfinite():
                     raise _not_finite(matrix, start, rows)
                 largest = torch.maximum(largest, amax)
         return largest
+
+
+def largest_magnitude(rows: "torch.Tensor") -> "torch.Tensor":
+    """float32 [] on the CPU; NaN or infinity where there is one."""
+    import torch
+
+    return torch.maximum(rows.amax(), -rows.amin()).float().cpu()
 
 
 def weight_scale_2(amax: "torch.Tensor") -> "torch.Tensor":

@@ -13,7 +13,16 @@ from vllm_nvfp4_pertoken.checkpoints.verify import TensorHeader
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
-__all__ = ["FLOATS", "FUSED", "SOURCE", "Weights", "fp8_block", "fp8_scale", "read_config"]
+__all__ = [
+    "FLOATS",
+    "FUSED",
+    "SOURCE",
+    "STAY_FUSED",
+    "Weights",
+    "fp8_block",
+    "fp8_scale",
+    "read_config",
+]
 
 FLOATS = ("BF16", "F16", "F32")
 SOURCE = "a checkpoint in BF16, FP16, FP32, or FP8 with weight_block_size as DeepSeek's"
