@@ -7,6 +7,7 @@ import typer
 
 from vllm_nvfp4_pertoken import __version__
 from vllm_nvfp4_pertoken.cli_checkpoints import convert
+from vllm_nvfp4_pertoken.cli_inspect import inspect
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,9 +28,14 @@ app = typer.Typer(
     To make an NVFP4 checkpoint of a BF16 one:
 
         nvfp4-pertoken convert SRC DST
+
+    To see what is in a checkpoint, and whether it will serve:
+
+        nvfp4-pertoken inspect CHECKPOINT
     """,
 )
 app.command()(convert)
+app.command()(inspect)
 
 
 class Variant(str, Enum):

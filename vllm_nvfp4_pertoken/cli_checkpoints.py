@@ -1,18 +1,16 @@
-"""The commands that work on files: ``nvfp4-pertoken convert`` and ``inspect``."""
+"""The command ``nvfp4-pertoken convert``."""
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from vllm_nvfp4_pertoken.cli_output import progress_bar, size_text
 
+if TYPE_CHECKING:
     from rich.console import Console
 
     from vllm_nvfp4_pertoken.checkpoints.convert import Plan
@@ -148,18 +146,18 @@ def _convert(
     options = Options(all_linears, tuple(exclude), format)
     plan = make_plan(src, options)
     console.print(
-        f"{src}: {_size(plan.source_bytes)} in {len(plan.files)} files; "
+        f"{src}: {size_text(plan.source_bytes)} in {len(plan.files)} files; "
         f"{plan.quantized} modules to NVFP4 on {where}, everything else stays as it is",
         soft_wrap=True,
     )
     started = time.monotonic()
-    with _progress(console, "converting") as progress:
+    with progress_bar(console, "converting") as progress:
         convert_checkpoint(
             src, dst, options, force=force, device=where, threads=threads, progress=progress
         )
     seconds = max(time.monotonic() - started, 1e-6)
     console.print(
-        f"{dst}: {_size(sizes(dst).total)}, written in {seconds:.1f} s "
+        f"{dst}: {size_text(sizes(dst).total)}, written in {seconds:.1f} s "
         f"({plan.source_bytes / 1e6 / seconds:.0f} MB/s of the source)",
         soft_wrap=True,
     )
@@ -174,7 +172,7 @@ def _verify(console: "Console", plan: "Plan", dst: Path, shown: int = 10) -> Non
     from vllm_nvfp4_pertoken.checkpoints.convert.check import SUSPICIOUS, measure_errors
     from vllm_nvfp4_pertoken.errors import CheckpointError
 
-    with _progress(console, "verifying") as progress:
+    with progress_bar(console, "verifying") as progress:
         errors = measure_errors(plan, dst, progress=progress)
     table = Table(title=f"Worst of {len(errors)} matrices, dequantized against the source")
     table.add_column("module", overflow="fold")
@@ -198,59 +196,3 @@ def _verify(console: "Console", plan: "Plan", dst: Path, shown: int = 10) -> Non
             "do this; --exclude leaves them out.",
             soft_wrap=True,
         )
-
-
-@contextmanager
-def _progress(console: "Console", what: str) -> "Iterator[Callable[[int, int], None]]":
-    """Rate and time left, on a bar or, in a log, a line every half minute.
-
-    Yields what to call with the bytes that are done and their total.
-    """
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    if not console.is_terminal:
-        yield _progress_lines(console, what)
-        return
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _progress_lines(
-    console: "Console", what: str, every: float = 30.0
-) -> "Callable[[int, int], None]":
-    started = last = time.monotonic()
-    first: int | None = None
-
-    def show(done: int, total: int) -> None:
-        nonlocal last, first
-        first = done if first is None else first
-        now = time.monotonic()
-        if now - last >= every:
-            last = now
-            rate = max(done - first, 1) / (now - started)
-            left = (total - done) / rate
-            console.print(
-                f"{what}: {done / total:.0%}, {rate / 1e6:.0f} MB/s, {left:.0f} s left",
-                soft_wrap=True,
-            )
-
-    return show
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

@@ -1,6 +1,16 @@
 """Errors that say what was found, where, what is accepted, and the way out."""
 
-__all__ = ["CheckpointError", "PerTokenError", "UnsupportedError"]
+__all__ = ["CheckpointError", "PerTokenError", "UnsupportedError", "printable"]
+
+
+def printable(text: str) -> str:
+    """A text with names from files that a terminal can show: control characters are spelled out."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 class PerTokenError(ValueError):
@@ -15,6 +25,7 @@ class PerTokenError(ValueError):
     """
 
     def __init__(self, found: str, *, expected: str = "", way_out: str = "") -> None:
+        found, expected, way_out = printable(found), printable(expected), printable(way_out)
         parts = [found.rstrip(".") + "."]
         if expected:
             parts.append(f"Expected: {expected.rstrip('.')}.")

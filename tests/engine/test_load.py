@@ -716,7 +716,7 @@ def test_unusable_static_scale_is_refused_with_the_way_out(part, value, shown, t
 
 
 @pytest.mark.parametrize("part", ["q", "v"])
-def test_dense_layer_without_block_scales_is_refused(part, tmp_path):
+def test_dense_layer_without_block_scales_is_refused(part, tmp_path, unchecked_files):
     name = f"model.layers.0.self_attn.{part}_proj.weight_scale"
     path = make_case(ALL_NVFP4, tmp_path / "case", edit=lambda tensors: tensors.pop(name))
     text = rf"layers\.0.*qkv_proj: part {'qkv'.index(part)} of 3 has a weight_scale that is NaN"
@@ -743,7 +743,7 @@ def test_dense_layer_of_zeros_with_nan_scales_gives_zeros(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["static", "per_token"])
-def test_dense_layer_without_weight_scale_2_is_refused(mode, tmp_path):
+def test_dense_layer_without_weight_scale_2_is_refused(mode, tmp_path, unchecked_files):
     name = "model.layers.0.self_attn.v_proj.weight_scale_2"
     path = make_case(ALL_NVFP4, tmp_path / "case", edit=lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=r"layers\.0.*qkv_proj: weight_scale_2 is .*absent"):

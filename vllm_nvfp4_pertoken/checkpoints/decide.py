@@ -22,10 +22,12 @@ from vllm_nvfp4_pertoken.checkpoints.quant_config import (
 )
 from vllm_nvfp4_pertoken.errors import CheckpointError
 
-__all__ = ["DRAFT", "Served", "serve_as"]
+__all__ = ["DRAFT", "Served", "is_draft", "serve_as"]
 
 # Layers for speculative decoding, which checkpoints carry beside the model's.
 DRAFT = re.compile(r"^(?:model\.)?mtp\.")
+_ANY_DRAFT = re.compile(r"(^|\.)mtp(\.|_|$)")
+_LAYER = re.compile(r"(?:model\.|language_model\.|backbone\.)*layers\.([0-9]{1,6})\.")
 
 # Parts of multimodal models that exporters leave alone, and often do not list.
 _TOWERS = ("vision_tower", "vision_model", "vit_large_projector")
@@ -41,6 +43,18 @@ class Served(NamedTuple):
 
     algorithm: str | None
     contradiction: str | None = None
+
+
+def is_draft(module: str, layers: int | None) -> bool:
+    """Whether a module is of a draft: exporters leave those unquantized, and engines expect that.
+
+    Args:
+        module: its name in the checkpoint.
+        layers: ``num_hidden_layers``; what lies beyond, some models use for drafts.
+    """
+    match = _LAYER.match(module)
+    beyond = bool(match and layers is not None and int(match[1]) >= layers)
+    return beyond or bool(_ANY_DRAFT.search(module))
 
 
 def serve_as(

@@ -3,13 +3,13 @@
 import shutil
 from pathlib import Path
 
+from vllm_nvfp4_pertoken.checkpoints.headers import read_headers
 from vllm_nvfp4_pertoken.checkpoints.layout import (
     EXPERT_TENSOR,
     layout_of,
     new_directory,
     save_shard,
 )
-from vllm_nvfp4_pertoken.checkpoints.verify import read_headers
 
 __all__ = ["drift_experts"]
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COMPRESSED_KINDS",
     "EXPERT_TENSOR",
+    "FUSED_TENSOR",
     "INDEX_NAME",
     "LAYOUTS",
     "MODELOPT_KINDS",
@@ -70,9 +71,15 @@ COMPRESSED_KINDS = {
 # One expert's tensor: container, expert, projection, kind. The container is what a router chooses
 # from, such as `model.layers.3.mlp.experts`.
 EXPERT_TENSOR = re.compile(
-    r"^(?P<container>.*\bexperts)\.(?P<expert>\d+)\."
+    r"^(?P<container>.*\bexperts)\.(?P<expert>[0-9]{1,6})\."
     rf"(?P<projection>{'|'.join(name for layout in LAYOUTS for name in layout.projections)})"
     r"\.(?P<kind>\w+)$"
+)
+
+# All experts' tensors in one: `….experts.gate_up_proj`, `….experts.gate_up_proj_weight_scale`.
+FUSED_TENSOR = re.compile(
+    r"^(?P<container>.*\bexperts)\.(?P<projection>gate_up_proj|up_proj|down_proj)"
+    r"(?:_(?P<kind>weight_scale|weight_scale_2|input_scale|bias))?$"
 )
 
 

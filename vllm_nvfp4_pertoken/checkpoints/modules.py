@@ -19,6 +19,7 @@ __all__ = [
     "ROOTS",
     "Packed",
     "algorithm_of",
+    "format_of",
     "is_excluded",
     "parts_of",
     "rootless",
@@ -152,7 +153,7 @@ def stored_formats(tensors: Iterable[tuple[str, str, int]]) -> dict[str, str]:
     modules: dict[str, str] = {}
     experts: dict[str, set[str]] = defaultdict(set)
     for module, kinds in dtypes.items():
-        form = _format(kinds)
+        form = format_of(kinds)
         if form is None:
             continue
         container, expert, rest = module.rpartition(".experts.")
@@ -164,7 +165,12 @@ def stored_formats(tensors: Iterable[tuple[str, str, int]]) -> dict[str, str]:
     return modules
 
 
-def _format(kinds: Mapping[str, tuple[str, int]]) -> str | None:
+def format_of(kinds: Mapping[str, tuple[str, int]]) -> str | None:
+    """The format of one module's weight, as in :func:`stored_formats`.
+
+    Args:
+        kinds: dtype and number of dimensions of its tensors, by their kind.
+    """
     for weight in ("weight", "weight_packed", "gate_up_proj", "up_proj"):
         if weight in kinds:
             dtype, dimensions = kinds[weight]

@@ -5,21 +5,24 @@ truncated file, a missing expert or a wrong shape is found in milliseconds, befo
 or a running one lets go of its weights.
 """
 
-import json
-import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
+from vllm_nvfp4_pertoken.checkpoints.headers import (
+    TensorHeader,
+    config_number,
+    read_headers,
+    read_json,
+)
 from vllm_nvfp4_pertoken.checkpoints.layout import (
     COMPRESSED_KINDS,
     EXPERT_TENSOR,
-    INDEX_NAME,
+    FUSED_TENSOR,
     LAYOUTS,
     MODELOPT_KINDS,
 )
@@ -28,34 +31,21 @@ from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
 __all__ = [
     "CheckpointSummary",
-    "TensorHeader",
     "WrongTensor",
     "find_wrong_tensors",
-    "fingerprint",
-    "read_headers",
-    "read_json",
-    "tensor_bytes",
     "verify_checkpoint",
 ]
+
+# The tensors of one module, by kind: ``weight``, ``weight_scale`` …
+Kinds = dict[str, TensorHeader]
+
+_E4M3 = "F8_E4M3"
+_SECOND_SCALES = {names["weight_scale_2"] for names in (MODELOPT_KINDS, COMPRESSED_KINDS)}
 
 _DOWN = tuple(layout.down for layout in LAYOUTS)
 # Names that model families use for the number of routed experts.
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SHOWN_PROBLEMS = 5
-
-
-@dataclass(frozen=True)
-class TensorHeader:
-    """One tensor as a safetensors header describes it; ``dtype`` in safetensors' spelling."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.dtype, self.shape)
 
 
 class WrongTensor(NamedTuple):
@@ -88,64 +78,10 @@ class CheckpointSummary:
     expert_bytes: int
 
 
-def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes of a tensor, from safetensors' name of its dtype: BF16, F8_E4M3, I64, BOOL …"""
-    bits = re.search(r"\d+", dtype)
-    return math.prod(shape) * (int(bits[0]) if bits else 8) // 8
-
-
-def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """The headers of every tensor of the checkpoint in the directory ``path``.
-
-    Raises:
-        CheckpointError: for a missing or truncated file, an index that does not fit the files, or
-            no safetensors at all.
-    """
-    index = path / INDEX_NAME
-    mapping: Mapping[str, str] | None = None
-    if index.is_file():
-        mapping = read_json(index).get("weight_map")
-        if not isinstance(mapping, Mapping):
-            raise CheckpointError(
-                f"{index} has no 'weight_map'",
-                expected="an object that maps tensor names to file names",
-                way_out="copy the index file again",
-            )
-        files = sorted({path / name for name in mapping.values()})
-    else:
-        files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"{path} holds no *.safetensors files",
-            expected="a checkpoint in safetensors format",
-            way_out="check the path, and that the download or export finished",
-        )
-    headers: dict[str, TensorHeader] = {}
-    for file in files:
-        for header in _read_file(file):
-            headers[header.name] = header
-    if mapping is not None:
-        for name, file_name in mapping.items():
-            if name not in headers or headers[name].file.name != file_name:
-                raise CheckpointError(
-                    f"{index} says that {name!r} is in {file_name}, where it is not",
-                    expected="every tensor of the index in the file that it names",
-                    way_out="copy the index and the file again: they are of different exports",
-                )
-    return headers
-
-
-def fingerprint(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """Names, sizes and modification times of a checkpoint's files: equal if nothing was written."""
-    files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.json"))
-    stats = [(file.name, file.stat()) for file in files]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-
-
 def verify_checkpoint(
     path: Path, headers: Mapping[str, TensorHeader] | None = None
 ) -> CheckpointSummary:
-    """Check that every expert tensor of an NVFP4 checkpoint is there and has its shape and dtype.
+    """Check that every tensor of every NVFP4 weight is there and has its shape and dtype.
 
     Activation scales are not looked at: nothing reads them.
 
@@ -186,90 +122,208 @@ def verify_checkpoint(
 def find_wrong_tensors(
     headers: Mapping[str, TensorHeader], config: Mapping[str, Any]
 ) -> tuple[Counter[str], list[WrongTensor]]:
-    """What :func:`verify_checkpoint` counts, and every expert tensor that is wrong, in order.
+    """What :func:`verify_checkpoint` counts, and every tensor that is wrong, in order.
 
     Args:
         headers: from :func:`read_headers`.
         config: the content of ``config.json``, for the number of experts.
     """
-    containers: dict[str, dict[tuple[int, str], dict[str, TensorHeader]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
-    packed_elsewhere: list[TensorHeader] = []
-    for header in headers.values():
-        match = EXPERT_TENSOR.match(header.name)
-        if match:
+    containers: dict[str, dict[tuple[int, str], Kinds]] = defaultdict(lambda: defaultdict(dict))
+    fused: dict[str, dict[str, Kinds]] = defaultdict(lambda: defaultdict(dict))
+    modules: dict[str, Kinds] = defaultdict(dict)
+    for name, header in headers.items():
+        if match := EXPERT_TENSOR.match(name):
             key = (int(match["expert"]), match["projection"])
             containers[match["container"]][key][match["kind"]] = header
-        elif header.dtype == "U8":
-            packed_elsewhere.append(header)
+        elif match := FUSED_TENSOR.match(name):
+            fused[match["container"]][match["projection"]][match["kind"] or "weight"] = header
+        else:
+            module, _, kind = name.rpartition(".")
+            modules[module][kind] = header
 
     summary = Counter[str]()
     problems: list[WrongTensor] = []
+    count = config_number(config, *_NUM_EXPERTS_KEYS)
     for name, container in containers.items():
-        tensors = [header for kinds in container.values() for header in kinds.values()]
-        if not any(header.dtype == "U8" for header in tensors):
-            summary["unquantized_moe_layers"] += 1
-            continue
-        summary["moe_layers"] += 1
-        summary["expert_bytes"] += sum(header.nbytes for header in tensors)
-        problems += _check_container(name, container, _num_experts(config))
-    for header in packed_elsewhere:
-        if ".experts." in header.name:  # fused 3-D experts: one tensor for all
-            summary["moe_layers"] += header.name.endswith(("gate_up_proj", "up_proj"))
-        else:
+        if _count_experts(container.values(), summary):
+            problems += _check_container(name, container, count)
+    for name, projections in fused.items():
+        if _count_experts(projections.values(), summary):
+            problems += _check_fused(name, projections, count)
+    for module, kinds in modules.items():
+        if _is_nvfp4(kinds):
             summary["dense_layers"] += 1
-    summary["other_moe_layers"] = len(containers) - summary["moe_layers"]
+            problems += _check_dense(module, kinds)
+    summary["other_moe_layers"] = len(containers) + len(fused) - summary["moe_layers"]
     return summary, problems
 
 
+def _is_nvfp4(kinds: Kinds) -> bool:
+    """Whether a module's tensors are, or were meant to be, an NVFP4 weight.
+
+    Only NVFP4 has a second scale; packed codes alone are other formats' too.
+    """
+    if not kinds.keys().isdisjoint(_SECOND_SCALES):
+        return True
+    weight = kinds.get("weight_packed") or kinds.get("weight")
+    scale = kinds.get("weight_scale")
+    return weight is not None and weight.dtype == "U8" and bool(scale and scale.dtype == _E4M3)
+
+
+def _count_experts(experts: Iterable[Kinds], summary: Counter[str]) -> bool:
+    """Count one layer's experts; whether they are NVFP4, in part at least."""
+    tensors = [header for kinds in experts for header in kinds.values()]
+    if not any(header.dtype == "U8" for header in tensors):
+        summary["unquantized_moe_layers"] += 1
+        return False
+    summary["moe_layers"] += 1
+    summary["expert_bytes"] += sum(header.nbytes for header in tensors)
+    return True
+
+
 def _check_container(
-    name: str,
-    container: Mapping[tuple[int, str], Mapping[str, TensorHeader]],
-    num_experts: int | None,
+    name: str, container: Mapping[tuple[int, str], Kinds], declared: int | None
 ) -> Iterable[WrongTensor]:
-    """What is wrong in one MoE layer."""
+    """What is wrong in one MoE layer; experts of which nothing is there are named once."""
     projections = sorted({projection for _, projection in container})
-    count = max(1 + max(expert for expert, _ in container), num_experts or 0)
-    compressed = any(COMPRESSED_KINDS["weight"] in kinds for kinds in container.values())
-    names = COMPRESSED_KINDS if compressed else MODELOPT_KINDS
+    names = _names(*container.values())
     sizes = _layer_sizes(container, names["weight"])
-    for expert in range(count):
+    present = sorted({expert for expert, _ in container})
+    if absent := _gaps(present, max(present[-1] + 1, declared or 0)):
+        shape = (sizes[projections[0]][0], sizes[projections[0]][1] // 2)
+        yield WrongTensor(
+            f"{name}.{absent[0][0]}.{projections[0]}.{names['weight']}",
+            None,
+            "missing, with all else of the experts "
+            + ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in absent[:_SHOWN_PROBLEMS])
+            + (", …" if len(absent) > _SHOWN_PROBLEMS else ""),
+            f"U8 {list(shape)}",
+        )
+    for expert in present:
         for projection in projections:
             kinds = container.get((expert, projection), {})
-            prefix = f"{name}.{expert}.{projection}"
-            if "pre_quant_scale" in kinds:
-                yield WrongTensor(
-                    f"{prefix}.pre_quant_scale",
-                    kinds["pre_quant_scale"].file,
-                    "there (an AWQ or SVDQuant export)",
-                    "none, as the per-token kernels cannot apply it",
-                )
             rows, columns = sizes[projection]
-            expected = {
-                names["weight"]: ("U8", (rows, columns // 2)),
-                names["weight_scale"]: ("F8_E4M3", (rows, columns // BLOCK_SIZE)),
-                names["weight_scale_2"]: ("F32", ()),
-            }
-            for kind, (dtype, shape) in expected.items():
-                header = kinds.get(kind)
-                if header is None:
-                    yield WrongTensor(f"{prefix}.{kind}", None, "missing", f"{dtype} {list(shape)}")
-                    continue
-                # A scalar may also be stored with one dimension of one element.
-                same_shape = header.shape == shape or (not shape and header.shape == (1,))
-                if not same_shape or header.dtype != dtype:
-                    yield WrongTensor(
-                        f"{prefix}.{kind}",
-                        header.file,
-                        f"{header.dtype} {list(header.shape)}",
-                        f"{dtype} {list(shape)}",
-                    )
+            yield from _check_matrix(f"{name}.{expert}.{projection}.", kinds, names, rows, columns)
+
+
+def _gaps(present: list[int], count: int) -> list[tuple[int, int]]:
+    """First and last of every run of numbers below ``count`` that are not in a sorted list."""
+    edges = [-1, *present, count]
+    return [(a + 1, b - 1) for a, b in pairwise(edges) if b - a > 1]
+
+
+def _check_dense(module: str, kinds: Kinds) -> Iterable[WrongTensor]:
+    """What is wrong with a linear layer; its size is what its weight says, else its scales."""
+    names = _names(kinds)
+    weight, scale = kinds.get(names["weight"]), kinds.get("weight_scale")
+    rows, columns = 0, 0
+    if weight is not None and len(weight.shape) == 2:
+        rows, columns = weight.shape[0], weight.shape[1] * 2
+    elif scale is not None and len(scale.shape) == 2:
+        rows, columns = scale.shape[0], scale.shape[1] * BLOCK_SIZE
+    yield from _check_matrix(f"{module}.", kinds, names, rows, columns)
+
+
+def _check_matrix(
+    prefix: str, kinds: Kinds, names: Mapping[str, str], rows: int, columns: int
+) -> Iterable[WrongTensor]:
+    """What is wrong with the NVFP4 tensors of one matrix [rows, columns]."""
+    yield from _check_no_extras(prefix, kinds)
+    yield from _check_tensors(
+        {
+            names["weight"]: ("U8", (rows, columns // 2)),
+            names["weight_scale"]: (_E4M3, (rows, columns // BLOCK_SIZE)),
+            names["weight_scale_2"]: ("F32", ()),
+        },
+        kinds,
+        prefix,
+    )
+    weight = kinds.get(names["weight"])
+    if columns % BLOCK_SIZE and weight is not None:
+        yield WrongTensor(
+            weight.name,
+            weight.file,
+            f"{weight.dtype} {list(weight.shape)}",
+            f"rows of a multiple of {BLOCK_SIZE // 2} bytes, {BLOCK_SIZE} values for a block scale",
+        )
+
+
+def _check_no_extras(prefix: str, kinds: Kinds) -> Iterable[WrongTensor]:
+    if "pre_quant_scale" in kinds:
+        yield WrongTensor(
+            f"{prefix}pre_quant_scale",
+            kinds["pre_quant_scale"].file,
+            "there (an AWQ or SVDQuant export)",
+            "none, as the per-token kernels cannot apply it",
+        )
+
+
+def _check_fused(
+    name: str, projections: Mapping[str, Kinds], declared: int | None
+) -> Iterable[WrongTensor]:
+    """What is wrong in a layer whose experts are fused: [E, inputs / 2, outputs] and its scales.
+
+    Sizes are what the weight of gate and up (or up alone) says, or else that of down.
+    """
+    first = "up_proj" if "up_proj" in projections else "gate_up_proj"
+    halves = 1 if first == "up_proj" else 2
+    sizes: dict[str, tuple[int, int]] = {}  # inputs, outputs
+    count = declared
+    for projection in (first, "down_proj"):
+        weight = projections.get(projection, {}).get("weight")
+        if weight is not None and len(weight.shape) == 3:
+            experts, inputs, outputs = weight.shape[0], weight.shape[1] * 2, weight.shape[2]
+            hidden, wide = (inputs, outputs) if projection == first else (outputs, inputs * halves)
+            sizes = {first: (hidden, wide), "down_proj": (wide // halves, hidden)}
+            count = experts if count is None else count
+            break
+    for projection in (first, "down_proj"):
+        inputs, outputs = sizes.get(projection, (0, 0))
+        stem = f"{name}.{projection}"
+        yield from _check_tensors(
+            {
+                "weight": ("U8", (count or 0, inputs // 2, outputs)),
+                "weight_scale": (_E4M3, (count or 0, inputs // BLOCK_SIZE, outputs)),
+                "weight_scale_2": ("F32", ()),
+            },
+            projections.get(projection, {}),
+            f"{stem}_",
+            {"weight": stem},
+        )
+
+
+def _check_tensors(
+    expected: Mapping[str, tuple[str, tuple[int, ...]]],
+    kinds: Kinds,
+    prefix: str,
+    spelled: Mapping[str, str] = MappingProxyType({}),
+) -> Iterable[WrongTensor]:
+    """Tensors that are missing, or not of the dtype and shape expected of their kind.
+
+    ``spelled`` has the names of those that are not called prefix and kind.
+    """
+    for kind, (dtype, shape) in expected.items():
+        name = spelled.get(kind, f"{prefix}{kind}")
+        header = kinds.get(kind)
+        if header is None:
+            yield WrongTensor(name, None, "missing", f"{dtype} {list(shape)}")
+            continue
+        # A scalar may also be stored with one dimension of one element.
+        same_shape = header.shape == shape or (not shape and header.shape == (1,))
+        if not same_shape or header.dtype != dtype:
+            found = f"{header.dtype} {list(header.shape)}"
+            yield WrongTensor(name, header.file, found, f"{dtype} {list(shape)}")
+
+
+def _names(*experts: Kinds) -> Mapping[str, str]:
+    """What the tensors are called: ModelOpt's words, or compressed-tensors'."""
+    own = {name for kind, name in COMPRESSED_KINDS.items() if MODELOPT_KINDS[kind] != name}
+    compressed = any(not kinds.keys().isdisjoint(own) for kinds in experts)
+    return COMPRESSED_KINDS if compressed else MODELOPT_KINDS
 
 
 def _layer_sizes(
-    container: Mapping[tuple[int, str], Mapping[str, TensorHeader]],
-    weight_name: str,
+    container: Mapping[tuple[int, str], Kinds], weight_name: str
 ) -> dict[str, tuple[int, int]]:
     """Rows and columns of each projection's matrix, as most of the layer's experts have them."""
     votes: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
@@ -292,54 +346,3 @@ def _layer_sizes(
             ]
             sizes[projection] = same[0] if same else (other[0][::-1] if other else (0, 0))
     return sizes
-
-
-def _num_experts(config: Mapping[str, Any]) -> int | None:
-    for section in (config, config.get("text_config")):
-        if isinstance(section, Mapping):
-            for key in _NUM_EXPERTS_KEYS:
-                if isinstance(section.get(key), int):
-                    return int(section[key])
-    return None
-
-
-def _read_file(file: Path) -> Iterable[TensorHeader]:
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                piece = opened.get_slice(name)
-                yield TensorHeader(name, piece.get_dtype(), tuple(piece.get_shape()), file)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{file} is named by {INDEX_NAME} and does not exist",
-            expected="every file of the index",
-            way_out="finish the download or copy the file again",
-        ) from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} ({file.stat().st_size} bytes) cannot be read: {error}",
-            expected="a whole safetensors file",
-            way_out="copy the file again: it is truncated or damaged",
-        ) from error
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{file} does not exist",
-            expected="a checkpoint directory as ModelOpt or llm-compressor exports it",
-            way_out="check the path, and that the download or export finished",
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{file} is not valid JSON: {error}", way_out="copy the file again"
-        ) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{file} holds a {type(content).__name__}",
-            expected="a JSON object",
-            way_out="copy the file again",
-        )
-    return content

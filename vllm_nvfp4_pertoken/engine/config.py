@@ -11,6 +11,7 @@ import torch
 
 from vllm_nvfp4_pertoken.checkpoints.compressed import renamed
 from vllm_nvfp4_pertoken.checkpoints.decide import DRAFT, serve_as
+from vllm_nvfp4_pertoken.checkpoints.headers import TensorHeader, fingerprint, read_headers
 from vllm_nvfp4_pertoken.checkpoints.layout import COMPRESSED_KINDS
 from vllm_nvfp4_pertoken.checkpoints.modules import NVFP4_ALGORITHMS, is_excluded, stored_formats
 from vllm_nvfp4_pertoken.checkpoints.quant_config import (
@@ -21,12 +22,7 @@ from vllm_nvfp4_pertoken.checkpoints.quant_config import (
     complete_description,
     parse_quant_config,
 )
-from vllm_nvfp4_pertoken.checkpoints.verify import (
-    TensorHeader,
-    fingerprint,
-    read_headers,
-    verify_checkpoint,
-)
+from vllm_nvfp4_pertoken.checkpoints.verify import verify_checkpoint
 from vllm_nvfp4_pertoken.engine import host
 from vllm_nvfp4_pertoken.engine.announcement import what_runs
 from vllm_nvfp4_pertoken.engine.experts import choose_experts

@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm_nvfp4_pertoken.checkpoints.convert.groups import Options as ConvertOptions
 from vllm_nvfp4_pertoken.checkpoints.convert.groups import modules_to_quantize
+from vllm_nvfp4_pertoken.checkpoints.headers import TensorHeader
 from vllm_nvfp4_pertoken.checkpoints.modules import Packed, is_excluded, parts_of
-from vllm_nvfp4_pertoken.checkpoints.verify import TensorHeader
 from vllm_nvfp4_pertoken.engine.options import Options
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
 

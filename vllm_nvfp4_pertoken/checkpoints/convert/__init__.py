@@ -27,13 +27,13 @@ from vllm_nvfp4_pertoken.checkpoints.convert.write import (
     check_space,
     copied_files,
 )
+from vllm_nvfp4_pertoken.checkpoints.headers import fingerprint, read_headers
 from vllm_nvfp4_pertoken.checkpoints.layout import (
     EXPERT_TENSOR,
     INDEX_NAME,
     write_index,
     write_json,
 )
-from vllm_nvfp4_pertoken.checkpoints.verify import fingerprint, read_headers
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
 if TYPE_CHECKING:

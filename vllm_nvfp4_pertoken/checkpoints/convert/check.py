@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_nvfp4_pertoken.checkpoints.convert.plan import Member, Plan, Task
 from vllm_nvfp4_pertoken.checkpoints.convert.quantize import task_output
 from vllm_nvfp4_pertoken.checkpoints.convert.read import Matrix, Reader
-from vllm_nvfp4_pertoken.checkpoints.verify import TensorHeader, read_headers
+from vllm_nvfp4_pertoken.checkpoints.headers import TensorHeader, read_headers
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Any
 
 from vllm_nvfp4_pertoken.checkpoints.convert.read import Matrix
 from vllm_nvfp4_pertoken.checkpoints.convert.source import FLOATS, FUSED, STAY_FUSED, Weights
+from vllm_nvfp4_pertoken.checkpoints.headers import TensorHeader
 from vllm_nvfp4_pertoken.checkpoints.layout import EXPERT_TENSOR, layout_of
 from vllm_nvfp4_pertoken.checkpoints.modules import is_excluded
-from vllm_nvfp4_pertoken.checkpoints.verify import TensorHeader
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 

@@ -24,10 +24,14 @@ from vllm_nvfp4_pertoken.checkpoints.convert.source import (
     Weights,
     fp8_block,
     fp8_scale,
-    read_config,
+)
+from vllm_nvfp4_pertoken.checkpoints.headers import (
+    TensorHeader,
+    read_headers,
+    read_json,
+    tensor_bytes,
 )
 from vllm_nvfp4_pertoken.checkpoints.layout import EXPERT_TENSOR
-from vllm_nvfp4_pertoken.checkpoints.verify import TensorHeader, read_headers, tensor_bytes
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
@@ -129,7 +133,7 @@ def make_plan(src: Path, options: Options) -> Plan:
             way_out="download the model first, and give the directory",
         )
     headers = read_headers(src)
-    config = read_config(src)
+    config = read_json(src / "config.json")
     block = fp8_block(src, config)
     weights = Weights(headers, config, block)
     groups = group_members(weights, options)

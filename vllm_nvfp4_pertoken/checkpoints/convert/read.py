@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from vllm_nvfp4_pertoken.checkpoints.verify import TensorHeader, tensor_bytes
+from vllm_nvfp4_pertoken.checkpoints.headers import TensorHeader, tensor_bytes
 from vllm_nvfp4_pertoken.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -1,6 +1,5 @@
 """What a source checkpoint holds: its configuration, and the matrices that could be quantized."""
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -8,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_nvfp4_pertoken.checkpoints.convert.read import Matrix
+from vllm_nvfp4_pertoken.checkpoints.decide import is_draft
+from vllm_nvfp4_pertoken.checkpoints.headers import TensorHeader, config_number
 from vllm_nvfp4_pertoken.checkpoints.layout import EXPERT_TENSOR
-from vllm_nvfp4_pertoken.checkpoints.verify import TensorHeader
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
 
@@ -21,7 +21,6 @@ __all__ = [
     "Weights",
     "fp8_block",
     "fp8_scale",
-    "read_config",
 ]
 
 FLOATS = ("BF16", "F16", "F32")
@@ -48,7 +47,7 @@ class Weights:
     ) -> None:
         self.headers = headers
         self.block = block
-        self.layers = _number(config, "num_hidden_layers")
+        self.layers = config_number(config, "num_hidden_layers")
         self.stay_fused = any(
             section.get("model_type") in STAY_FUSED
             for section in (config, config.get("text_config") or {})
@@ -58,16 +57,10 @@ class Weights:
         self.dense = dict(self._dense())
         self._check_projections()
 
-    def is_draft(self, module: str) -> bool:
-        """Draft (MTP) layers: exporters leave them unquantized, and engines expect that."""
-        match = re.match(r"(?:model\.|language_model\.)*layers\.(\d+)\.", module)
-        beyond = bool(match and self.layers is not None and int(match[1]) >= self.layers)
-        return beyond or bool(re.search(r"(^|\.)mtp(\.|_|$)", module))
-
     def _experts(self) -> Iterator[tuple[str, TensorHeader]]:
         for name, header in self.headers.items():
             match = EXPERT_TENSOR.match(name)
-            if not match or self.is_draft(name):
+            if not match or is_draft(name, self.layers):
                 continue
             if match["kind"] == "weight":
                 yield name.removesuffix(".weight"), header
@@ -81,14 +74,16 @@ class Weights:
     def _fused_experts(self) -> Iterator[tuple[str, TensorHeader]]:
         for name, header in self.headers.items():
             match = FUSED.match(name)
-            if match and len(header.shape) == 3 and not self.is_draft(name):
+            if match and len(header.shape) == 3 and not is_draft(name, self.layers):
                 yield name, header
 
     def _dense(self) -> Iterator[tuple[str, TensorHeader]]:
         for name, header in self.headers.items():
             module, _, kind = name.rpartition(".")
             matrix = kind == "weight" and len(header.shape) == 2
-            elsewhere = EXPERT_TENSOR.match(name) or self.is_draft(name) or NEVER.search(module)
+            elsewhere = (
+                EXPERT_TENSOR.match(name) or is_draft(name, self.layers) or NEVER.search(module)
+            )
             if matrix and not elsewhere and header.dtype in (*FLOATS, "F8_E4M3"):
                 yield module, header
 
@@ -179,33 +174,3 @@ def fp8_block(src: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
             way_out="convert the original checkpoint; if this one is NVFP4, serve it as it is",
         )
     return block
-
-
-def _number(config: Mapping[str, Any], key: str) -> int | None:
-    for section in (config, config.get("text_config")):
-        if isinstance(section, Mapping) and isinstance(section.get(key), int):
-            return int(section[key])
-    return None
-
-
-def read_config(src: Path) -> dict[str, Any]:
-    file = src / "config.json"
-    try:
-        config = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{file} does not exist",
-            expected="a Hugging Face checkpoint directory",
-            way_out="check the path, and that the download finished",
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(
-            f"{file} is not valid JSON: {error}", way_out="copy the file again"
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{file} holds a {type(config).__name__}",
-            expected="a JSON object",
-            way_out="copy the file again",
-        )
-    return config
