@@ -24,6 +24,14 @@ def inspect(
     as_json: Annotated[
         bool, typer.Option("--json", help="Write one JSON object instead of tables.")
     ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also draw the experts' input scales, by layer: a .png, .svg or .pdf. Needs the "
+            "extra `vllm-nvfp4-pertoken[plot]`.",
+        ),
+    ] = None,
     blocks: Annotated[
         bool,
         typer.Option(
@@ -43,16 +51,23 @@ def inspect(
 
         nvfp4-pertoken inspect Qwen3-30B-A3B-NVFP4 --json | jq '.problems[0]'
 
+        nvfp4-pertoken inspect Qwen3-30B-A3B-NVFP4 --plot scales.png
+
     The exit status is 0 if the checkpoint will serve with `--quantization nvfp4_per_token`, 1 if a
     problem will stop that, and 2 if files are missing or cannot be read, or for a wrong option.
     """
     from rich.console import Console
 
     from vllm_nvfp4_pertoken.checkpoints.inspect import inspect_checkpoint
+    from vllm_nvfp4_pertoken.checkpoints.inspect.plot import check_plot, draw_input_scales
 
     try:
+        if plot is not None:
+            check_plot(plot)
         with progress_bar(Console(stderr=True, highlight=False), "reading scales") as progress:
             report = inspect_checkpoint(checkpoint, blocks=blocks, progress=progress)
+        if plot is not None:
+            draw_input_scales(report.weights, checkpoint.absolute().name).savefig(plot, dpi=150)
     except KeyboardInterrupt:
         typer.echo("Stopped.", err=True)
         raise typer.Exit(130) from None

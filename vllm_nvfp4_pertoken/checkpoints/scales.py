@@ -2,10 +2,10 @@
 
 import torch
 
-__all__ = ["damaged_scales", "invert_", "zero_dead_blocks"]
+__all__ = ["E4M3_NAN", "damaged_scales", "invert_", "zero_dead_blocks"]
 
 # E4M3 bytes: sign, four bits of exponent, three of mantissa; all ones but the sign is NaN.
-_E4M3_NAN = 0x7F
+E4M3_NAN = 0x7F
 _E4M3_MINUS_ZERO = 0x80
 
 
@@ -40,4 +40,4 @@ def invert_(scales: torch.Tensor) -> None:
 def damaged_scales(block_scale: torch.Tensor, keep: int = 0) -> torch.Tensor:
     """Whether block scales hold NaN or negative ones: bool, of the first ``keep`` dimensions."""
     blocks = block_scale.view(torch.uint8).flatten(keep)
-    return (((blocks & _E4M3_NAN) == _E4M3_NAN) | (blocks > _E4M3_MINUS_ZERO)).any(-1)
+    return (((blocks & E4M3_NAN) == E4M3_NAN) | (blocks > _E4M3_MINUS_ZERO)).any(-1)

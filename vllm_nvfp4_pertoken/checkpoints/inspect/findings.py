@@ -11,10 +11,12 @@ import numpy
 from vllm_nvfp4_pertoken.checkpoints.inspect.weights import DRAFTS, W2, Weight, unequal
 from vllm_nvfp4_pertoken.checkpoints.verify import WrongTensor
 from vllm_nvfp4_pertoken.errors import PerTokenError
+from vllm_nvfp4_pertoken.nvfp4 import NVFP4
 
 __all__ = [
     "Problem",
     "input_scale_problems",
+    "is_usable",
     "scale_problems",
     "tensor_problems",
     "untouched",
@@ -22,7 +24,7 @@ __all__ = [
 
 _EXPORT = "export or copy the checkpoint again"
 # What ModelOpt gives an expert that saw no token, if it knows of no other: amax 0.5.
-_FALLBACK = float(numpy.float32(0.5) / numpy.float32(6 * 448))
+_FALLBACK = float(numpy.float32(0.5) / numpy.float32(NVFP4.range))
 _IGNORED = "per-token serving does not read it"
 
 
@@ -82,7 +84,7 @@ def scale_problems(weights: Iterable[Weight]) -> Iterator[Problem]:
     weights = [weight for weight in weights if weight.format == "NVFP4"]
     second = "weight_global_scale" if any(w.inverse for w in weights) else "weight_scale_2"
     yield from _about(
-        [w for w in weights if w.weight_scale_2 is not None and not _usable(w.weight_scale_2)],
+        [w for w in weights if w.weight_scale_2 is not None and not is_usable(w.weight_scale_2)],
         "weight_scale_2",
         "error",
         "bad-weight-scale-2",
@@ -102,16 +104,17 @@ def scale_problems(weights: Iterable[Weight]) -> Iterator[Problem]:
         "weight_scale",
         "warning",
         "zero-block-scales",
-        "0 in places, so that the weights there are served as zeros",
+        "0 in places",
         "positive block scales: exporters write 1 for a block of zeros",
+        "; the weights there are served as zeros",
     )
     yield from _about(
         [w for w in weights if w.weight_scale_2 == 0],
         "weight_scale_2",
         "note",
         "zero-weights",
-        "0: the matrix is all zero, and served as that",
-        "",
+        "0",
+        consequence=": an all-zero matrix, and served as that",
     )
     pairs = list(unequal(weights, "weight_scale_2"))
     if pairs:
@@ -126,7 +129,8 @@ def scale_problems(weights: Iterable[Weight]) -> Iterator[Problem]:
         )
 
 
-def _usable(scale: float) -> bool:
+def is_usable(scale: float) -> bool:
+    """Whether it is a number that can scale: finite, not negative."""
     return math.isfinite(scale) and scale >= 0
 
 
@@ -136,17 +140,18 @@ def _about(
     severity: Literal["error", "warning", "note"],
     code: str,
     what: str,
-    expected: str,
+    expected: str = "",
+    consequence: str = "",
 ) -> Iterator[Problem]:
     """One problem about the tensors ``kind`` of these weights; names the first."""
     if not weights:
         return
     header = weights[0].tensors[kind]
-    more = f", and so {'are' if len(weights) > 2 else 'is'} that of {len(weights) - 1} more"
+    more = f", and {len(weights) - 1} more like it" if len(weights) > 1 else ""
     yield Problem(
         severity,
         code,
-        f"{header.name} in {header.file.name} is {what}" + (more if len(weights) > 1 else ""),
+        f"{header.name} in {header.file.name} is {what}{more}{consequence}",
         count=len(weights),
         tensor=header.name,
         file=header.file.name,
@@ -181,13 +186,13 @@ def input_scale_problems(
             f"{missing[0].module}; {_IGNORED}",
             count=len(missing),
         )
-    unusable = [w for w in having if w.input_scale is not None and not _usable(w.input_scale)]
+    unusable = [w for w in having if w.input_scale is not None and not is_usable(w.input_scale)]
     for code, bad, what in (
         ("input-scale-unusable", unusable, "no usable number"),
         ("input-scale-zero", [w for w in having if w.input_scale == 0], "0"),
         ("input-scale-one", [w for w in having if w.input_scale == 1], "exactly 1: a placeholder"),
     ):
-        yield from _about(bad, "input_scale", "note", code, f"{what}; {_IGNORED}", "")
+        yield from _about(bad, "input_scale", "note", code, what, consequence=f"; {_IGNORED}")
     if cold:
         (container, expert), how = next(iter(cold.items()))
         yield Problem(

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from vllm_nvfp4_pertoken.checkpoints.inspect.findings import is_usable
 from vllm_nvfp4_pertoken.checkpoints.inspect.weights import KINDS, Weight, unequal
 
 __all__ = ["InputScales", "Range", "Row", "make_rows"]
@@ -132,7 +133,7 @@ def _input_scales(weights: Sequence[Weight], untouched: Collection[tuple[str, in
     return InputScales(
         present=len(values),
         missing=len(weights) - len(values),
-        unusable=sum(not (math.isfinite(value) and value >= 0) for value in values),
+        unusable=sum(not is_usable(value) for value in values),
         zero=values.count(0),
         one=values.count(1),
         untouched=len({(w.unit, w.expert) for w in weights} & set(untouched)),

@@ -9,7 +9,7 @@ import torch
 from vllm_nvfp4_pertoken.checkpoints.convert.read import CHUNK_BYTES, Reader
 from vllm_nvfp4_pertoken.checkpoints.headers import TensorHeader
 from vllm_nvfp4_pertoken.checkpoints.inspect.weights import Weight
-from vllm_nvfp4_pertoken.checkpoints.scales import damaged_scales, invert_
+from vllm_nvfp4_pertoken.checkpoints.scales import E4M3_NAN, damaged_scales, invert_
 
 __all__ = ["read_scales"]
 
@@ -91,7 +91,9 @@ def _read_blocks(reader: Reader, weight: Weight) -> None:
         return
     for begin in range(0, header.nbytes, CHUNK_BYTES):
         scales = reader.raw(header, begin, min(CHUNK_BYTES, header.nbytes - begin))
+        # Positive numbers are the bytes between zero and NaN, and finding that out is quick.
+        smallest, largest = (int(edge) for edge in scales.aminmax())
         # Of an all-zero matrix, ModelOpt writes NaN; it is served as zeros.
-        if weight.weight_scale_2 != 0:
+        if (smallest == 0 or largest >= E4M3_NAN) and weight.weight_scale_2 != 0:
             weight.damaged |= bool(damaged_scales(scales))
-            weight.zero_blocks |= bool((scales & 0x7F == 0).any())
+            weight.zero_blocks |= bool(((scales & E4M3_NAN) == 0).any())
