@@ -36,13 +36,68 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.09,
 }
 
-# The configuration of each family.
+# What some of them share.
+_SMALL = {"intermediate_size": 128, "moe_intermediate_size": 64}
+_ROUTED = {
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 16.0,  # as DeepSeek-V2; makes experts matter beside the rest
+}
+_SCORES = {"scoring_func": "sigmoid"}
+_MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,  # these two: what the engine's CPU kernel knows
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_DELTA_NET = {
+    "shared_expert_intermediate_size": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+# The configuration of each family. Extra keys are in real checkpoints' config.json, for the engine.
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **_COMMON, intermediate_size=128, moe_intermediate_size=64, num_experts=EXPERTS
-    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_COMMON, **_SMALL, num_experts=EXPERTS),
     "mixtral": lambda: transformers.MixtralConfig(
         **_COMMON, intermediate_size=64, num_local_experts=EXPERTS, sliding_window=None
+    ),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **_COMMON, **_SMALL, **_DELTA_NET, num_experts=EXPERTS
+    ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **{**_COMMON, **_MLA},
+        **_SMALL,
+        **_ROUTED,
+        q_lora_rank=None,
+        topk_method="group_limited_greedy",
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**_COMMON, **_MLA},
+        **_SMALL,
+        **_ROUTED,
+        **_SCORES,
+        q_lora_rank=64,
+        topk_method="noaux_tc",
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **_COMMON, **_SMALL, **_ROUTED, n_group=1, topk_group=1
+    ),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **_COMMON,
+        **_SCORES,
+        intermediate_size=64,
+        num_local_experts=EXPERTS,
+        rotary_dim=16,
+        use_routing_bias=True,
     ),
 }
 
@@ -235,6 +290,8 @@ def engine_logprobs(
             max_logprobs=VOCABULARY,
             tensor_parallel_size=ranks,
             enable_prefix_caching=False,
+            # vLLM's RoPE operator for CPUs is wrong for MLA's queries, its torch code is right.
+            compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
         ) as llm:
             for prompt in prompts:
                 (output,) = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)

@@ -35,7 +35,15 @@ def process():
 
 @pytest.mark.parametrize(
     ("family", "all_linears", "ranks"),
-    [("qwen3_moe", False, 1), ("qwen3_moe", True, 1), ("mixtral", True, 1)],
+    [
+        ("qwen3_moe", False, 1),
+        ("qwen3_moe", True, 1),
+        ("mixtral", True, 1),
+        ("qwen3_next", True, 1),
+        ("deepseek_v2", False, 1),
+        ("deepseek_v3", True, 1),
+        ("glm4_moe", True, 1),
+    ],
 )
 def test_served_as_transformers_computes(family, all_linears, ranks, process, tmp_path):
     source = make_model(family, tmp_path / "source")
