@@ -75,6 +75,7 @@ __all__ = [
     "quantize_per_token_values",
     "quantize_static_values",
     "quantize_weight",
+    "scale_of_weights",
     "unpack_codes",
 ]
 
@@ -328,8 +329,7 @@ def quantize_weight(
             f"the first at {tuple(bad.nonzero()[0].tolist())}; NVFP4 has neither"
         )
     if weight_scale_2 is None:
-        scale_2 = torch.div(amax, amax.new_full((), NVFP4.range))
-        scale_2 = scale_2.masked_fill(scale_2 == 0, NVFP4.zero_block_scale)
+        scale_2 = scale_of_weights(amax)
     else:
         scale_2 = torch.as_tensor(weight_scale_2, dtype=torch.float32, device=w.device)
         if not (scale_2.isfinite() & (scale_2 > 0)).all():
@@ -343,6 +343,16 @@ def quantize_weight(
         grid, scale[tile] = _quantize_weight_rows(rows[tile], row_scale_2[tile].unsqueeze(-1))
         codes[tile] = pack_codes(_encode(grid).flatten(-2))
     return QuantizedWeight(codes.view(*w.shape[:-1], -1), scale.view(*w.shape[:-1], -1), scale_2)
+
+
+def scale_of_weights(amax: torch.Tensor) -> torch.Tensor:
+    """``weight_scale_2`` of weights whose largest magnitude is ``amax``: float32, any shape.
+
+    ``amax / 2688``, and 1 for weights that are all zero. For matrices that are served as one (q, k
+    and v; gate and up), ``amax`` is taken over all of them.
+    """
+    scale_2 = torch.div(amax, amax.new_full((), NVFP4.range))
+    return scale_2.masked_fill(scale_2 == 0, NVFP4.zero_block_scale)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:

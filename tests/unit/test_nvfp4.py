@@ -61,6 +61,7 @@ def test_public_names():
         "quantize_per_token_values",
         "quantize_static_values",
         "quantize_weight",
+        "scale_of_weights",
         "unpack_codes",
     ]
     for name in nvfp4.__all__[2:]:

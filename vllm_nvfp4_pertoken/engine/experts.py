@@ -113,7 +113,7 @@ class PerTokenExperts(host.mk.FusedMoEExpertsModular):
 
     def pack(self, layer: Any) -> None:
         """Bring a layer's parameters from checkpoint layout into the backend's, in place."""
-        pack = {"cpu": cpu.pack, "triton": triton.pack}.get(self.backend)
+        pack = ops.PACKERS.get(self.backend)
         if pack is not None:
             weights = self._weights(layer)
             pack(weights, self.expert_activation, out=weights)

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 
 from vllm_nvfp4_pertoken.checkpoints.convert.groups import scale_group
-from vllm_nvfp4_pertoken.checkpoints.convert.quantize import largest_magnitude, weight_scale_2
+from vllm_nvfp4_pertoken.checkpoints.convert.quantize import largest_magnitude
 from vllm_nvfp4_pertoken.checkpoints.modules import Packed, parts_of
 from vllm_nvfp4_pertoken.engine import host
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
-from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE, QuantizedWeight, quantize_weight
+from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE, QuantizedWeight, quantize_weight, scale_of_weights
 
 __all__ = [
     "FLOATS",
@@ -61,7 +61,7 @@ def quantize_together(
                 way_out="export or send the checkpoint again",
             )
         amax = torch.maximum(amax, largest)
-    scale_2 = weight_scale_2(amax)
+    scale_2 = scale_of_weights(amax)
     return {key: _quantize(weight, scale_2) for key, weight in weights.items()}
 
 

@@ -9,13 +9,16 @@ from vllm_nvfp4_pertoken.experts import cpu, reference, triton
 from vllm_nvfp4_pertoken.experts import linear as linear_reference
 from vllm_nvfp4_pertoken.experts.reference import Activation, ExpertWeights
 
-__all__ = ["BACKENDS", "linear", "moe"]
+__all__ = ["BACKENDS", "PACKERS", "linear", "moe"]
 
 BACKENDS = {
     "reference": reference.moe_forward,
     "cpu": cpu.moe_forward,
     "triton": triton.moe_forward,
 }
+
+# From checkpoint layout into that of a backend; the reference takes checkpoint layout.
+PACKERS = {"cpu": cpu.pack, "triton": triton.pack}
 
 _LIBRARY = torch.library.Library("vllm_nvfp4_pertoken", "FRAGMENT")
 _LIBRARY.define(

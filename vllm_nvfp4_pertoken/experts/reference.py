@@ -23,6 +23,7 @@ Steps that look simplifiable and are not
     torch's own differ between machines in the last bit, and a last bit can flip an fp4 code.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -269,10 +270,18 @@ def _accumulate(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def apply_activation(fc1: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """fp32 [R, N1] in w13's row order -> fp32 [R, I]."""
+def apply_activation(
+    fc1: torch.Tensor,
+    activation: Activation,
+    function: Callable[[torch.Tensor, Activation], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """fp32 [R, N1] in w13's row order -> fp32 [R, I].
+
+    ``function`` computes silu and the like; by default as defined here, to the bit.
+    """
+    function = function or _function
     if not activation.is_gated:
-        return _function(fc1, activation)
+        return function(fc1, activation)
     if activation.is_interleaved:
         gate, up = fc1[:, ::2], fc1[:, 1::2]
     else:
@@ -280,7 +289,7 @@ def apply_activation(fc1: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation.limit is not None:
         gate = gate.clamp(max=activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
-    return _function(gate, activation) * (up + activation.beta)
+    return function(gate, activation) * (up + activation.beta)
 
 
 def _function(x: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 from vllm_nvfp4_pertoken.checkpoints.convert.plan import Member, Task
 from vllm_nvfp4_pertoken.checkpoints.convert.read import CHUNK_BYTES, Matrix, Reader
 from vllm_nvfp4_pertoken.errors import CheckpointError
-from vllm_nvfp4_pertoken.nvfp4 import NVFP4
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Quantizer", "largest_magnitude", "weight_scale_2"]
+__all__ = ["Quantizer", "largest_magnitude"]
 
 # Name of a tensor of the result, byte in it, and the bytes that belong there.
 Write = Callable[[str, int, "torch.Tensor"], None]
@@ -55,6 +54,8 @@ class Quantizer:
             self._quantize(task, write)
 
     def _quantize(self, task: Task, write: Write) -> None:
+        from vllm_nvfp4_pertoken.nvfp4 import scale_of_weights
+
         mine = [matrix for member in task.members for matrix in member.matrices]
         cache: dict[Matrix, list[tuple[int, torch.Tensor]]] = {}
         if sum(matrix.nbytes for matrix in mine) <= CHUNK_BYTES:
@@ -63,13 +64,13 @@ class Quantizer:
         def chunks(matrix: Matrix) -> Iterator[tuple[int, "torch.Tensor"]]:
             return iter(cache[matrix]) if matrix in cache else self._chunks(matrix)
 
-        amax = self._shared_amax(task, chunks)
+        # On the CPU, as the maximum is.
+        scale_2 = scale_of_weights(self._shared_amax(task, chunks))
         for member in task.members:
             for i, matrix in enumerate(member.matrices):
                 for start, rows in chunks(matrix):
-                    self._write_rows(task, member, i, start, rows, amax, write)
+                    self._write_rows(task, member, i, start, rows, scale_2, write)
             name = task_output(task, member, 2)
-            scale_2 = weight_scale_2(amax)
             write(name, 0, scale_2 if name.endswith("_scale_2") else scale_2.reciprocal())
 
     def _chunks(self, matrix: Matrix) -> Iterator[tuple[int, "torch.Tensor"]]:
@@ -83,12 +84,12 @@ class Quantizer:
         expert: int,
         start: int,
         rows: "torch.Tensor",
-        amax: "torch.Tensor",
+        scale_2: "torch.Tensor",
         write: Write,
     ) -> None:
         from vllm_nvfp4_pertoken.nvfp4 import quantize_weight
 
-        quantized = quantize_weight(rows, weight_scale_2(amax).to(rows.device))
+        quantized = quantize_weight(rows, scale_2.to(rows.device))
         for kind, values in enumerate((quantized.weight, quantized.weight_scale)):
             if member.fused:
                 # A whole expert at once: fused experts lie transposed, so they come in one chunk.
@@ -135,14 +136,6 @@ def largest_magnitude(rows: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     return torch.maximum(rows.amax(), -rows.amin()).float().cpu()
-
-
-def weight_scale_2(amax: "torch.Tensor") -> "torch.Tensor":
-    """float32 [], 1 for weights that are all zero; on the CPU, to be the same for any device."""
-    import torch
-
-    scale_2 = torch.div(amax, amax.new_full((), NVFP4.range))
-    return scale_2.masked_fill(scale_2 == 0, NVFP4.zero_block_scale)
 
 
 def task_output(task: Task, member: Member, kind: int) -> str:
