@@ -15,7 +15,7 @@ ALLOWED = {
     "engine": {"engine", "experts", "checkpoints", "nvfp4", "errors", "testing"},
     "experts": {"experts", "nvfp4", "errors"},
     "checkpoints": {"checkpoints", "nvfp4", "errors", "testing"},
-    "training": {"training", "experts", "nvfp4", "errors"},
+    "training": {"training", "experts", "checkpoints", "nvfp4", "errors"},
     "testing": {"nvfp4", "errors"},
     "nvfp4": {"errors"},
     "errors": set(),

@@ -26,7 +26,15 @@ from vllm_nvfp4_pertoken import nvfp4
 from vllm_nvfp4_pertoken.experts import cpu, ops
 from vllm_nvfp4_pertoken.experts.reference import Activation, ExpertWeights, apply_activation
 
-__all__ = ["default_backend", "experts", "linear", "quantize_experts", "quantize_linear"]
+__all__ = [
+    "default_backend",
+    "experts",
+    "linear",
+    "quantize_experts",
+    "quantize_linear",
+    "smooth",
+    "unquantized_expert",
+]
 
 
 def default_backend(device: torch.device) -> str:
@@ -255,7 +263,7 @@ def _experts_backward(
         with torch.enable_grad():
             leaves = [parts[i].requires_grad_() for i in wanted]
             x, weigh, *own = parts
-            out = _unquantized_expert(activation, x, *own) * weigh[:, None]
+            out = unquantized_expert(activation, x, *own) * weigh[:, None]
             found = torch.autograd.grad(out, leaves, grad_output[token])
         for i, part in zip(wanted, found, strict=True):
             if i == 0:
@@ -267,12 +275,13 @@ def _experts_backward(
     return grads
 
 
-def _unquantized_expert(activation, x, w13, w2, w13_bias, w2_bias):
-    inner = apply_activation(F.linear(x, w13, w13_bias), activation, _function)
+def unquantized_expert(activation, x, w13, w2, w13_bias, w2_bias):
+    """What an expert without quantization makes of rows, in their dtype: [R, H] -> [R, H]."""
+    inner = apply_activation(F.linear(x, w13, w13_bias), activation, smooth)
     return F.linear(inner, w2, w2_bias)
 
 
-def _function(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+def smooth(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """reference.py's activations by torch's functions, which have gradients."""
     name = activation.name.removesuffix("_no_mul")
     if name == "relu2":

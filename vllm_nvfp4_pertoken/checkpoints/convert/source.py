@@ -36,6 +36,11 @@ NEVER = re.compile(
 )
 
 
+def is_dense(module: str) -> bool:
+    """Whether a linear of this name is quantized where all are; experts are none of them."""
+    return not NEVER.search(module)
+
+
 class Weights:
     """The matrices that could be quantized, by module, and what each belongs to."""
 
@@ -81,10 +86,13 @@ class Weights:
         for name, header in self.headers.items():
             module, _, kind = name.rpartition(".")
             matrix = kind == "weight" and len(header.shape) == 2
-            elsewhere = (
-                EXPERT_TENSOR.match(name) or is_draft(name, self.layers) or NEVER.search(module)
-            )
-            if matrix and not elsewhere and header.dtype in (*FLOATS, "F8_E4M3"):
+            elsewhere = EXPERT_TENSOR.match(name) or is_draft(name, self.layers)
+            if (
+                matrix
+                and not elsewhere
+                and is_dense(module)
+                and header.dtype in (*FLOATS, "F8_E4M3")
+            ):
                 yield module, header
 
     def _check_projections(self) -> None:
