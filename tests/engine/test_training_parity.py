@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 from cases import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, assert_bitwise
+from families import FAMILIES, load, logprobs, make_model, make_prompts, quantized
 from harness import loaded_model, moe_inputs, moe_layers, run_moe
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 from vllm_nvfp4_pertoken import training
+from vllm_nvfp4_pertoken.checkpoints.convert import Options, convert_checkpoint
 from vllm_nvfp4_pertoken.cli import app
 from vllm_nvfp4_pertoken.experts.reference import Activation
 
@@ -61,3 +63,41 @@ def test_experts_are_the_engines_before_and_after_an_update(backend, tmp_path):
         sum(output.float().square().mean() for output in trained).backward()
         optimizer.step()
         assert all(weights["w13"].grad.any() for weights in masters)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_applied_model_computes_from_masters_what_the_converted_checkpoint_holds(
+    family, dense, tmp_path
+):
+    """Every bit of the logprobs; `test_families.py` holds that checkpoint's engine to them."""
+    source = make_model(family, tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "converted", Options(all_linears=dense))
+    sequences = torch.tensor(make_prompts())
+    expected = logprobs(quantized(source, tmp_path / "converted"), sequences)
+    model = load(source)
+    before = logprobs(model, sequences)
+    training.apply(model, dense=dense)
+    assert_bitwise({"logprobs": logprobs(model, sequences)}, {"logprobs": expected})
+    assert not torch.equal(before, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_experts_of_an_applied_model_are_the_engines(family, tmp_path):
+    """On the rows, ids and routing weights of transformers' own forward pass."""
+    source = make_model(family, tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "converted", Options())
+    model = load(source)
+    seen: dict[str, list] = {}
+    for name in training.apply(model).replaced:
+        model.get_submodule(name).register_forward_hook(
+            lambda _, args, output, name=name: seen.setdefault(name, []).extend((*args, output))
+        )
+    logprobs(model, torch.tensor(make_prompts()))
+    with loaded_model(tmp_path / "converted") as (config, served):
+        layers = moe_layers(served)
+        assert len(layers) == len(seen) > 0
+        for layer, (hidden, ids, weights, output) in zip(layers, seen.values(), strict=True):
+            actual = run_moe(config, layer, hidden, weights.float(), ids.int())
+            assert output.float().abs().sum() > 0
+            assert_bitwise({"out": actual}, {"out": output})

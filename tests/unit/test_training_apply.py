@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -289,3 +291,15 @@ def test_the_registered_name_alone_is_refused():
     model.set_experts_implementation("nvfp4_per_token")
     with pytest.raises(UnsupportedError, match=r"not prepared by training\.apply"):
         logits(model)
+
+
+def test_the_example_of_the_documentation(tmp_path, capsys):
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    qwen3_moe().save_pretrained(tmp_path)
+    names = {"batches": [TOKENS]}
+    exec(code.replace("Qwen/Qwen3-30B-A3B", str(tmp_path)), names)
+    assert "per-token NVFP4: 2 x fused experts" in capsys.readouterr().out
+    before = qwen3_moe().state_dict()
+    after = names["model"].state_dict()
+    assert any(not torch.equal(after[name], before[name]) for name in before)
