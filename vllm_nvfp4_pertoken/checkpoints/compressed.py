@@ -8,6 +8,7 @@ matching read both. It is imported only here, and late: it takes seconds and bri
 and checkpoints of ModelOpt need none of it.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,16 @@ def parse_compressed_tensors(config: Mapping[str, Any], *, source: str) -> Quant
             expected=f"at least one group in the format {_FORMAT}",
             way_out="export the checkpoint again, or repair the file",
         )
+    targets = [target for scheme in parsed.config_groups.values() for target in scheme.targets]
+    for pattern in (*targets, *(parsed.ignore or ())):
+        try:
+            re.compile(pattern.removeprefix(_REGEX) if pattern.startswith(_REGEX) else "")
+        except re.error as error:
+            raise CheckpointError(
+                f"{source} has {pattern!r} among its targets or ignored modules: {error}",
+                expected="names, classes, and valid regular expressions",
+                way_out="export the checkpoint again, or repair the file",
+            ) from None
     layers: dict[str, str] = {}
     for name, scheme in parsed.config_groups.items():
         # Attention has no weights; such a group says again what kv_cache_scheme does.

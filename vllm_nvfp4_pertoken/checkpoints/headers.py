@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm_nvfp4_pertoken.errors import CheckpointError
 __all__ = [
     "TensorHeader",
     "config_number",
+    "config_sections",
     "fingerprint",
     "read_headers",
     "read_json",
@@ -49,8 +51,13 @@ class TensorHeader:
 
 def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
     """Bytes of a tensor, from safetensors' name of its dtype: BF16, F8_E4M3, I64, BOOL …"""
-    bits = re.search(r"\d+", dtype)
-    return math.prod(shape) * (int(bits[0]) if bits else 8) // 8
+    return math.prod(shape) * _bits(dtype) // 8
+
+
+@cache
+def _bits(dtype: str) -> int:
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 8
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
@@ -63,7 +70,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     index = path / INDEX_NAME
     mapping = _read_index(index) if index.is_file() else None
     if mapping is not None:
-        files = sorted({path / name for name in mapping.values()})
+        files = sorted(path / name for name in set(mapping.values()))
     else:
         files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -174,13 +181,18 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def config_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """``config.json``, and its ``text_config`` where it has one."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, Mapping) else [config]
+
+
 def config_number(config: Mapping[str, Any], *keys: str) -> int | None:
-    """The first of these numbers that ``config.json`` or its ``text_config`` has."""
-    for section in (config, config.get("text_config")):
-        if isinstance(section, Mapping):
-            for key in keys:
-                if type(section.get(key)) is int:
-                    return int(section[key])
+    """The first of these numbers that ``config.json`` has, or its ``text_config``."""
+    for section in config_sections(config):
+        for key in keys:
+            if type(section.get(key)) is int:
+                return int(section[key])
     return None
 
 

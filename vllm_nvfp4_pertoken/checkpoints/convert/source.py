@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_nvfp4_pertoken.checkpoints.convert.read import Matrix
 from vllm_nvfp4_pertoken.checkpoints.decide import is_draft
-from vllm_nvfp4_pertoken.checkpoints.headers import TensorHeader, config_number
+from vllm_nvfp4_pertoken.checkpoints.headers import TensorHeader, config_number, config_sections
 from vllm_nvfp4_pertoken.checkpoints.layout import EXPERT_TENSOR
 from vllm_nvfp4_pertoken.errors import CheckpointError, UnsupportedError
 from vllm_nvfp4_pertoken.nvfp4 import BLOCK_SIZE
@@ -54,8 +54,7 @@ class Weights:
         self.block = block
         self.layers = config_number(config, "num_hidden_layers")
         self.stay_fused = any(
-            section.get("model_type") in STAY_FUSED
-            for section in (config, config.get("text_config") or {})
+            section.get("model_type") in STAY_FUSED for section in config_sections(config)
         )
         self.experts = dict(self._experts())
         self.fused = dict(self._fused_experts())
@@ -152,10 +151,9 @@ def fp8_scale(
 
 def fp8_block(src: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns of FP8 blocks; None where the source is not quantized."""
-    text = config.get("text_config")
-    text = text if isinstance(text, Mapping) else {}
     block = None
-    for section, where in ((config, "config.json"), (text, "config.json, text_config")):
+    places = ("config.json", "config.json, text_config")
+    for section, where in zip(config_sections(config), places, strict=False):
         quantization = section.get("quantization_config")
         if not quantization:
             continue

@@ -14,6 +14,7 @@ from vllm_nvfp4_pertoken.checkpoints.decide import serve_as
 from vllm_nvfp4_pertoken.checkpoints.headers import (
     TensorHeader,
     config_number,
+    config_sections,
     read_headers,
     read_json,
     shown,
@@ -199,8 +200,7 @@ def _quantization(
     """
     file = path / "hf_quant_config.json"
     legacy = read_json(file) if file.exists() else None
-    text = config.get("text_config")
-    text = text if isinstance(text, Mapping) else {}
+    text = config_sections(config)[-1]
     for section, source in (
         (config.get("quantization_config"), "quantization_config in config.json"),
         (legacy, "hf_quant_config.json"),
